@@ -1,0 +1,248 @@
+"""Settings: frozen, keyword-only, and rejected when they are made, not when they are used."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gds_optimizer.errors import ConfigError
+from gds_optimizer.io.base import PAGE_BYTES
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+IO_CHOICES = ("auto", "gds", "posix", "host", "gds-compat")
+INIT_CHOICES = ("auto", "eager", "lazy")
+SELF_CHECK_CHOICES = ("auto", "always", "never")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of a size such as `192MiB`, `400 GiB`, `2GB` (10⁹) or `4096`.
+
+    Raises:
+        ConfigError: not a size, negative, or not a whole number of bytes.
+    """
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise ConfigError(f"wanted a size such as 192MiB, got {text!r}")
+    if isinstance(text, int):
+        if text < 0:
+            raise ConfigError(f"wanted a size of at least 0 bytes, got {text}")
+        return text
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"wanted a size such as 192MiB, 400GiB or 4096, got {text!r}")
+    exact = float(match[1]) * _UNITS[match[2].lower()]
+    if exact != int(exact):
+        raise ConfigError(f"wanted a whole number of bytes, got {text!r}")
+    return int(exact)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamConfig:
+    """How optimizer state is streamed.
+
+    Args:
+        directories: where the state lives: one directory for each drive. They must exist.
+        io: which way bytes take. `auto` takes what a probe proves; any other value is taken or
+            refused, never replaced. `host` means direct I/O on host memory; `gds-compat` makes
+            the GPUDirect calls without GPUDirect, to exercise them where there is none.
+        bucket_size: bytes of state in a bucket (int, or text such as "192MiB"): the unit of I/O
+            and of device memory. The default holds 16 Mi elements of 12 bytes.
+        slots: buckets that may be in memory at once; at least 1, and 3 to overlap reading,
+            computing and writing.
+        init: when the first main parameters are written: `eager` at construction, `lazy` in the
+            first step, `auto` lazily when the framework is about to load weights.
+        io_threads: I/O requests in flight.
+        io_task_size: bytes of one request, a multiple of 4096.
+        io_timeout_s: a transfer that takes longer is reported with its file's name.
+        allow_tmpfs: accept a directory in memory (tmpfs, ramfs), which offloads nothing.
+        self_check: compare a small streamed step with a resident one before training, bit for
+            bit: `auto` for optimizer classes and framework versions that our tests do not cover.
+    """
+
+    directories: tuple[Path, ...]
+    io: str = "auto"
+    bucket_size: int = 192 * 2**20
+    slots: int = 3
+    init: str = "auto"
+    io_threads: int = 16
+    io_task_size: int = 16 * 2**20
+    io_timeout_s: float = 600.0
+    allow_tmpfs: bool = False
+    self_check: str = "auto"
+
+    def __post_init__(self) -> None:
+        directories: Any = self.directories
+        if isinstance(directories, str | Path):
+            directories = (directories,)
+        paths = tuple(Path(d).absolute() for d in directories)
+        object.__setattr__(self, "directories", paths)
+        for name in ("bucket_size", "io_task_size"):
+            try:
+                object.__setattr__(self, name, parse_size(getattr(self, name)))
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+        if not paths:
+            raise ConfigError("directories is empty: name at least one directory on an NVMe drive")
+        if len(set(paths)) != len(paths):
+            raise ConfigError(f"directories names one twice: {', '.join(map(str, paths))}")
+        for path in paths:
+            if not path.is_dir():
+                raise ConfigError(f"directories: {path} is not an existing directory: create it")
+        self._check_choice("io", IO_CHOICES)
+        self._check_choice("init", INIT_CHOICES)
+        self._check_choice("self_check", SELF_CHECK_CHOICES)
+        self._check_range("slots", 1, 64)
+        self._check_range("io_threads", 1, 256)
+        self._check_range("bucket_size", PAGE_BYTES, 2**40)
+        self._check_range("io_task_size", PAGE_BYTES, 2**30)
+        if self.io_task_size % PAGE_BYTES:
+            raise ConfigError(
+                f"io_task_size is {self.io_task_size}, wanted a multiple of {PAGE_BYTES}"
+            )
+        if not self.io_timeout_s > 0:
+            raise ConfigError(f"io_timeout_s is {self.io_timeout_s}, wanted more than 0")
+
+    def _check_choice(self, name: str, choices: Iterable[str]) -> None:
+        if getattr(self, name) not in choices:
+            raise ConfigError(
+                f"{name} is {getattr(self, name)!r}, wanted one of {', '.join(choices)}"
+            )
+
+    def _check_range(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"{name} is {value!r}, wanted a whole number from {low} to {high}")
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> StreamConfig | None:
+        """Settings from parsed flags (see `add_arguments`); None where streaming is not asked for.
+
+        With `init` left at `auto`, a run that is about to load weights (`--load`,
+        `--pretrained-checkpoint`) initialises lazily, so that no byte is written twice.
+
+        Raises:
+            ConfigError: a flag's value cannot work; the message names the flag.
+        """
+        if not getattr(args, "stream_optimizer_state_to_disk", False):
+            return None
+        if not getattr(args, "stream_optimizer_state_dir", None):
+            raise ConfigError(
+                "--stream-optimizer-state-to-disk needs --stream-optimizer-state-dir DIR [DIR ...]"
+            )
+        values: dict[str, Any] = {"directories": tuple(Path(d) for d in args.stream_optimizer_state_dir)}
+        for flag in _FLAGS:
+            value = getattr(args, flag.dest, None)
+            if value is not None:
+                values[flag.field] = value
+        if values.get("init", "auto") == "auto":
+            loads = any(getattr(args, name, None) for name in ("load", "pretrained_checkpoint"))
+            values["init"] = "lazy" if loads else "eager"
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            name, _, rest = str(error).partition(" ")
+            flags = {f"{flag.field}": flag.name for flag in _FLAGS}
+            flags["directories"] = "--stream-optimizer-state-dir"
+            flag_name = flags.get(name.rstrip(":"))
+            raise ConfigError(f"{flag_name}: {rest}" if flag_name else str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    field: str
+    help: str
+    type: Callable[[str], Any] | None = None
+    choices: tuple[str, ...] | None = None
+    is_switch: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"--stream-optimizer-state-{self.field.replace('_', '-')}"
+
+    @property
+    def dest(self) -> str:
+        return f"stream_optimizer_state_{self.field}"
+
+
+def _size_argument(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+_FLAGS = (
+    _Flag("io", "Which way bytes take; auto takes what a probe proves.", choices=IO_CHOICES),
+    _Flag("bucket_size", "Bytes of state in a bucket, e.g. 192MiB.", type=_size_argument),
+    _Flag("slots", "Buckets that may be in device memory at once.", type=int),
+    _Flag("init", "When the first main parameters are written.", choices=INIT_CHOICES),
+    _Flag("io_threads", "I/O requests in flight.", type=int),
+    _Flag("io_task_size", "Bytes of one I/O request, e.g. 16MiB.", type=_size_argument),
+    _Flag("io_timeout_s", "Report a transfer that takes longer, in seconds.", type=float),
+    _Flag("allow_tmpfs", "Accept a directory in memory.", is_switch=True),
+    _Flag(
+        "self_check",
+        "Compare a small streamed step with a resident one before training.",
+        choices=SELF_CHECK_CHOICES,
+    ),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the `--stream-optimizer-state-*` flags to a Megatron (or any) parser.
+
+    A flag that the parser already has is left as it is, so calling this twice, or on a parser of
+    a framework that registers some of them itself, is harmless.
+
+    Returns:
+        The parser, as Megatron's `extra_args_provider` wants it.
+    """
+    group = parser.add_argument_group("optimizer state streaming")
+
+    def add(name: str, **options: Any) -> None:
+        try:
+            group.add_argument(name, **options)
+        except argparse.ArgumentError:
+            return  # conflicting option string: it is registered already
+
+    add(
+        "--stream-optimizer-state-to-disk",
+        action="store_true",
+        help="Keep main parameters and moments on NVMe and stream them through each step.",
+    )
+    add(
+        "--stream-optimizer-state-dir",
+        nargs="+",
+        metavar="DIR",
+        default=None,
+        help="Directories that hold the state: one for each drive.",
+    )
+    for flag in _FLAGS:
+        if flag.is_switch:
+            add(flag.name, dest=flag.dest, action="store_true", default=None, help=flag.help)
+        else:
+            add(
+                flag.name,
+                dest=flag.dest,
+                type=flag.type,
+                choices=flag.choices,
+                default=None,
+                help=flag.help,
+            )
+    return parser

@@ -1,0 +1,200 @@
+"""A scratch directory that one living process owns.
+
+The lock is a POSIX record lock on a file inside: the kernel drops it when the owner dies, however
+it dies, and a forked child does not inherit it (a `flock` would live on in a data loader's worker
+and lock a restarted run out). What a dead owner left behind is removed by the next one; only files
+that match our own scratch names are, never a snapshot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from gds_optimizer.errors import StoreLockedError
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = "lock"
+SCRATCH_PATTERNS = ("bucket*.bin", "layout.json")
+_RECLAIM_WAIT_S = 30.0
+
+# A record lock is no obstacle to the process that holds it, so a second store of this process is
+# kept out by this set of (device, inode) pairs.
+# Look a lock file up here before opening it: closing any descriptor of it drops the lock.
+_held: set[tuple[int, int]] = set()
+
+
+def _is_held_here(lock_path: Path) -> bool:
+    try:
+        state = os.stat(lock_path)
+    except FileNotFoundError:
+        return False
+    return (state.st_dev, state.st_ino) in _held
+
+
+def _describe_owner(fd: int) -> dict[str, object]:
+    try:
+        owner = json.loads(os.pread(fd, 4096, 0) or b"{}")
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+class OwnedDirectory:
+    """A directory held by this process until `close`; create it with `acquire`."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self._lock_fd = lock_fd
+        self._pid = os.getpid()
+
+    @classmethod
+    def acquire(cls, path: Path, *, purpose: str = "train") -> OwnedDirectory:
+        """Own `path`, creating it (mode 0700) where needed, and remove a dead owner's scratch.
+
+        Raises:
+            StoreLockedError: a living process owns it; the message names that process.
+            OSError: the directory cannot be created or the file system has no locks.
+        """
+        deadline = time.monotonic() + _RECLAIM_WAIT_S
+        while True:
+            try:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                owned = cls._try_acquire(path, purpose)
+            except FileNotFoundError:
+                continue  # a neighbour that reclaimed the directory removed it just now
+            except StoreLockedError as error:
+                # Another rank that is starting may be clearing what a dead run left here.
+                if error.owner.get("purpose") == "reclaim" and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
+                raise
+            if owned is not None:
+                owned._remove_scratch(report=True)
+                return owned
+
+    @classmethod
+    def _try_acquire(cls, path: Path, purpose: str) -> OwnedDirectory | None:
+        """None when the lock file was replaced between opening and locking it: try again."""
+        lock_path = path / LOCK_NAME
+        if _is_held_here(lock_path):
+            raise StoreLockedError(
+                f"{path} is in use by this very process (pid {os.getpid()}): "
+                "close the other optimizer or give each a directory of its own"
+            )
+        fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            opened = os.fstat(fd)
+            key = (opened.st_dev, opened.st_ino)
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise OSError(
+                        error.errno, f"cannot lock {lock_path}: {error.strerror}"
+                    ) from error
+                raise cls._locked_error(path, fd) from None
+            try:
+                current = os.stat(lock_path)
+            except FileNotFoundError:
+                current = None
+            if current is None or (current.st_dev, current.st_ino) != key:
+                os.close(fd)
+                return None
+            owner = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "command": " ".join(sys.argv)[:512],
+                "purpose": purpose,
+            }
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps(owner).encode(), 0)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+            raise
+        _held.add(key)
+        return cls(path, fd)
+
+    @staticmethod
+    def _locked_error(path: Path, fd: int) -> StoreLockedError:
+        owner = _describe_owner(fd)
+        who = (
+            f"process {owner['pid']} on {owner.get('host')}, started {owner.get('started')} "
+            f"({owner.get('command')})"
+            if "pid" in owner
+            else "another process"
+        )
+        return StoreLockedError(
+            f"{path} is in use by {who}: stop it or choose another directory", owner
+        )
+
+    def _remove_scratch(self, *, report: bool) -> None:
+        removed_bytes = 0
+        for pattern in SCRATCH_PATTERNS:
+            for file in self.path.glob(pattern):
+                removed_bytes += file.lstat().st_blocks * 512
+                file.unlink()
+        if report and removed_bytes:
+            logger.warning(
+                "reclaimed %.2f GiB that a dead run left in %s", removed_bytes / 2**30, self.path
+            )
+
+    def close(self) -> None:
+        """Remove the scratch files and the directory (if nothing else is in it), then let go.
+
+        In a forked child it only closes the inherited descriptor.
+        """
+        if self._lock_fd < 0:
+            return
+        fd, self._lock_fd = self._lock_fd, -1
+        if os.getpid() != self._pid:
+            os.close(fd)
+            return
+        state = os.fstat(fd)
+        try:
+            if self.path.is_dir():
+                self._remove_scratch(report=False)
+                with contextlib.suppress(FileNotFoundError):
+                    current = os.stat(self.path / LOCK_NAME)
+                    if (current.st_dev, current.st_ino) == (state.st_dev, state.st_ino):
+                        (self.path / LOCK_NAME).unlink()
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()  # stays while somebody keeps other files there
+                    self.path.parent.rmdir()
+        finally:
+            _held.discard((state.st_dev, state.st_ino))
+            os.close(fd)
+
+
+def reclaim_dead(root: Path, *, keep: Path) -> None:
+    """Remove scratch that dead runs of this host left below `root`, in directories not `keep`.
+
+    A run with fewer ranks than the one that died would otherwise never look at the rest.
+    """
+    for lock in sorted(root.glob(f"rank*/*/{LOCK_NAME}")):
+        if lock.parent == keep or _is_held_here(lock):
+            continue
+        try:
+            with open(lock, "rb") as file:
+                owner = _describe_owner(file.fileno())
+        except OSError:
+            continue
+        # On a shared file system other hosts' locks may be invisible here: leave theirs alone.
+        if owner.get("host") != socket.gethostname():
+            continue
+        with contextlib.suppress(StoreLockedError, OSError):
+            owned = OwnedDirectory._try_acquire(lock.parent, "reclaim")
+            if owned is not None:
+                owned._remove_scratch(report=True)
+                owned.close()

@@ -1,0 +1,255 @@
+"""megatron-core's DistributedOptimizer with its state on disk.
+
+A subclass that takes over only what touches main parameters or moments. Everything else (gradient
+norm, clipping, loss scaling, the parameter all-gather, chaining) is Megatron's own code, which
+sees main parameters of the usual shape that happen to have no values between steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from gds_optimizer.engine import Binding, Engine
+from gds_optimizer.errors import UnsupportedError
+from gds_optimizer.evicted import EvictedTensor, captured_copies, evict_
+from gds_optimizer.megatron.deferred import mains_deferred
+from gds_optimizer.megatron.half_grads import HALF_DTYPES, half_grads_kept
+from gds_optimizer.megatron.refusals import refuse_unsupported
+from gds_optimizer.megatron.shards import NamedShard, named_shards
+from gds_optimizer.runtime import Runtime
+from gds_optimizer.stepper import install_step
+from gds_optimizer.telemetry import PassStats
+
+logger = logging.getLogger(__name__)
+
+# A fork's option that leaves the mains unallocated; our placeholders do the same without it, but
+# where it exists the fork's own code expects it to be set.
+_FORK_DEFER_OPTION = "defer_main_param_initialization"
+
+
+class StreamedMixin:
+    """What is different in a streamed `DistributedOptimizer`; see `streamed_class`."""
+
+    _runtime: Runtime | None = None
+    _engine: Engine | None = None
+
+    # ------------------------------------------------------------------ construction
+
+    def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        chunks = kwargs.get("model_chunks") or next(
+            (a for a in args if isinstance(a, list) and a and isinstance(a[0], torch.nn.Module)), []
+        )
+        params = [param for chunk in chunks for param in chunk.parameters()]
+        refuse_unsupported(config, chunks[0].ddp_config if chunks else None, params)
+        with _fork_defers(config):
+            super().__init__(optimizer, config, *args, **kwargs)  # type: ignore[call-arg]
+
+    @classmethod
+    def _build_model_and_main_param_groups(cls, *args: Any, **kwargs: Any) -> Any:
+        with mains_deferred():
+            return super()._build_model_and_main_param_groups(*args, **kwargs)  # type: ignore[misc]
+
+    def start_streaming(self, runtime: Runtime, engine: Engine) -> None:
+        """From here on the inner optimizer's `step` goes through `engine`."""
+        self._runtime, self._engine = runtime, engine
+        self._uninstall_step = install_step(self.optimizer, engine.step)  # type: ignore[attr-defined]
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that streams this optimizer's state."""
+        if self._engine is None:
+            raise UnsupportedError(
+                "this optimizer does not stream yet: leave the `streamed_optimizer` block first "
+                "(an optimizer without parameters on this rank never does)"
+            )
+        return self._engine
+
+    @property
+    def last_step_stats(self) -> PassStats:
+        """Bytes and seconds of the last pass over the state."""
+        return self.engine.last_stats
+
+    def close(self) -> None:
+        """Wait for the last writes and remove the state from disk; no step is possible after."""
+        if self._engine is not None and self._runtime is not None:
+            self._uninstall_step()
+            self._runtime.close_engine(self._engine)
+
+    # ------------------------------------------------------------------ the step
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        keep_half = (
+            self._engine is not None
+            and any(buffer.grad_dtype in HALF_DTYPES for buffer in self.buffers)  # type: ignore[attr-defined]
+        )
+        if keep_half and self.grad_scaler is not None:  # type: ignore[attr-defined]
+            # Unscaling rounds every gradient in fp32 before the norm is taken, so the norm cannot
+            # be had from the half-precision values.
+            _warn_once(
+                "half-precision gradient buffers with a loss scale: Megatron converts all "
+                "gradients of this rank to fp32 (4 bytes a parameter) before the step"
+            )
+            keep_half = False
+        with half_grads_kept() if keep_half else contextlib.nullcontext():
+            super()._copy_model_grads_to_main_grads()  # type: ignore[misc]
+
+    def _copy_main_params_to_model_params(self) -> None:
+        # The engine copied every streamed main while it was in a slot.
+        with self._without_streamed_mains():
+            super()._copy_main_params_to_model_params()  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _without_streamed_mains(self) -> Iterator[None]:
+        if self._engine is None:
+            yield
+            return
+        kept = self.shard_fp32_from_float16_groups  # type: ignore[has-type]
+        self.shard_fp32_from_float16_groups: list[list[Any]] = [[] for _ in kept]
+        try:
+            yield
+        finally:
+            self.shard_fp32_from_float16_groups = kept
+
+    # ------------------------------------------------------------------ reloading
+
+    def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+        if self._engine is None:
+            super()._copy_model_params_to_main_params(state_dict=state_dict)  # type: ignore[misc]
+            return
+        with captured_copies() as sources:
+            super()._copy_model_params_to_main_params(state_dict=state_dict)  # type: ignore[misc]
+        if state_dict is None:
+            self._engine.take_mains_from_model()
+        else:
+            stats = self._engine.write_mains(sources)
+            logger.info("rewrote the main parameters: %s", stats.describe())
+
+    # ------------------------------------------------------------------ moving to the host
+
+    def offload_to_cpu(self) -> None:
+        """Free the slots: nothing else of this optimizer's state is on the device."""
+        if self._engine is None:
+            super().offload_to_cpu()  # type: ignore[misc]
+            return
+        self._engine.drain()
+        self._engine.pool.suspend()
+
+    def restore_from_cpu(self) -> None:
+        """Take the slots again."""
+        if self._engine is None:
+            super().restore_from_cpu()  # type: ignore[misc]
+            return
+        self._engine.pool.resume()
+
+
+@contextlib.contextmanager
+def _fork_defers(config: Any) -> Iterator[None]:
+    if not hasattr(config, _FORK_DEFER_OPTION):
+        yield
+        return
+    before = getattr(config, _FORK_DEFER_OPTION)
+    setattr(config, _FORK_DEFER_OPTION, True)
+    try:
+        yield
+    finally:
+        setattr(config, _FORK_DEFER_OPTION, before)
+
+
+@functools.lru_cache(maxsize=1)
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+@functools.lru_cache(maxsize=8)
+def streamed_class(base: type) -> type:
+    """The streamed variant of a `DistributedOptimizer` class."""
+    return type(f"Streamed{base.__name__}", (StreamedMixin, base), {"__module__": __name__})
+
+
+# ---------------------------------------------------------------------- bindings
+
+
+def _model_shard(optimizer: Any, shard: NamedShard) -> torch.Tensor:
+    """Where Megatron copies a main to: a part of the parameter buffer that is all-gathered."""
+    where = optimizer._get_model_param_range_map(shard.model_param)["gbuf_world_in_bucket"]
+    buffer_index, _, bucket_index = optimizer.model_param_gbuf_map[shard.model_param]
+    param_data = optimizer.buffers[buffer_index].buckets[bucket_index].param_data
+    part: torch.Tensor = param_data.view(-1)[where.start : where.end]
+    return part
+
+
+def _existing_state(
+    optimizer: Any, shard: NamedShard, numel: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """State tensors of a shard that was resident until now, and its main if it still has one."""
+    main = shard.main_param
+    has_values = (
+        main.numel() == numel and main.untyped_storage().nbytes() >= numel * main.element_size()
+    )
+    held = optimizer.optimizer.state.get(main, {})
+    tensors = {
+        key: value
+        for key, value in held.items()
+        if isinstance(value, torch.Tensor) and value.shape == main.shape and value.dim() > 0
+    }
+    return tensors, main.detach() if has_values and numel else None
+
+
+def bind_shards(optimizer: Any, index: int) -> list[Binding]:
+    """Bindings of all shards of a distributed optimizer.
+
+    Mains that hold values (because the optimizer was built without streaming) are evicted here;
+    their values and moments travel in the bindings' `initial` until they are written.
+
+    Args:
+        optimizer: a `DistributedOptimizer` with parameters on this rank.
+        index: its place in the chain, for names.
+    """
+    bindings = []
+    for shard in named_shards(optimizer, index):
+        if shard.is_native_fp32:
+            state, _ = _existing_state(optimizer, shard, shard.main_param.numel())
+            bindings.append(Binding(shard.name, shard.main_param, None, state or None))
+            continue
+        name = f"main parameter {shard.name}"
+        model = _model_shard(optimizer, shard)
+        if isinstance(shard.main_param, EvictedTensor):
+            shard.main_param.evicted_name = name
+            bindings.append(Binding(shard.name, shard.main_param, model))
+            continue
+        initial, main = _existing_state(optimizer, shard, model.numel())
+        if main is not None:
+            initial["main"] = main
+        evict_(shard.main_param, name=name, shape=model.shape, device=model.device)
+        bindings.append(Binding(shard.name, shard.main_param, model, initial or None))
+    return bindings
+
+
+@contextlib.contextmanager
+def materialized(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, the main parameters of `params` hold their values on the device.
+
+    For code that reads or changes them between steps (qk-clip, norms of the parameters). What it
+    changes is written back to disk on leaving. Takes 4 bytes an element of what is named, so name
+    a few parameters at a time.
+
+    Args:
+        params: model parameters, or main parameters themselves. Those that are not streamed, and
+            those whose shard is on other ranks, are left alone.
+    """
+    by_engine: dict[int, tuple[Engine, list[torch.Tensor]]] = {}
+    for param in params:
+        main = param if isinstance(param, EvictedTensor) else getattr(param, "main_param", None)
+        engine = getattr(main, "streaming_engine", None)
+        if engine is not None and main is not None and (live := engine()) is not None:
+            by_engine.setdefault(id(live), (live, []))[1].append(main)
+    with contextlib.ExitStack() as stack:
+        for engine, mains in by_engine.values():
+            stack.enter_context(engine.materialized(mains))
+        yield

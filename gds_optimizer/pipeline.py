@@ -1,0 +1,211 @@
+"""read | visit | write over a list of buckets, with a bounded number of slots.
+
+One control loop in the caller's thread: the I/O backend's own threads move the bytes, the loop
+submits and waits. It knows buckets, slots and byte ranges; what a visit does is not its business.
+
+Writes that are still in flight when a pass ends drain behind whatever the caller does next. They
+are waited for when their slot is needed, by `drain`, and before anything is closed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from gds_optimizer.errors import GdsOptimizerError, IoTimeoutError, StepFailedError
+from gds_optimizer.slots import Slot, SlotPool, SlotState
+from gds_optimizer.store import Store
+from gds_optimizer.telemetry import PassClock
+
+Ranges = Sequence[tuple[int, int]]
+"""Byte ranges of a bucket file as (offset, length), page multiples; the slot has the same ones."""
+
+_HOLDING = (SlotState.CACHED, SlotState.WRITING)
+
+
+class Pipeline:
+    """Moves one store's buckets through a slot pool that other pipelines may share.
+
+    Args:
+        pool: the slots.
+        store: the files.
+        timeout_s: limit for a single transfer.
+    """
+
+    def __init__(self, pool: SlotPool, store: Store, *, timeout_s: float) -> None:
+        self.pool = pool
+        self.store = store
+        self.timeout_s = timeout_s
+
+    def run(
+        self,
+        order: Sequence[int],
+        *,
+        reads: Callable[[int], Ranges],
+        visit: Callable[[int, Slot, bool], Ranges],
+        clock: PassClock,
+    ) -> None:
+        """Visit the buckets in `order`, reading ahead and writing behind.
+
+        Args:
+            order: bucket indices, each once.
+            reads: which ranges of a bucket's file its visit needs in the slot.
+            visit: called with bucket, slot and whether the bytes come from the disk (False: they
+                are what the last visit left in the slot). It returns when no kernel touches the
+                slot any more, and says which ranges of the slot must be written.
+            clock: gets times and byte counts.
+
+        Raises:
+            GdsOptimizerError: the first failure, after every transfer in flight has ended. The
+                buckets whose visit has returned are on disk unless the failure was their write.
+        """
+        queue = deque(order)
+        wanted = set(order)
+        reading: deque[Slot] = deque()
+        try:
+            while queue or reading:
+                self._read_ahead(queue, wanted, reading, reads, clock)
+                slot = reading.popleft()
+                from_disk = slot.state is SlotState.READING
+                with clock.phase("read_wait"):
+                    self._finish(slot)
+                slot.state = SlotState.COMPUTING
+                with clock.phase("compute"):
+                    ranges = visit(slot.bucket, slot, from_disk)
+                clock.stats.buckets += 1
+                clock.stats.cached_buckets += not from_disk
+                self._write(slot, ranges, clock)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _read_ahead(
+        self,
+        queue: deque[int],
+        wanted: set[int],
+        reading: deque[Slot],
+        reads: Callable[[int], Ranges],
+        clock: PassClock,
+    ) -> None:
+        """Start reads while slots are to be had; wait for a write only if nothing is being read."""
+        while queue:
+            bucket = queue[0]
+            slot = self._take_slot(bucket, wanted, must=not reading, clock=clock)
+            if slot is None:
+                return
+            queue.popleft()
+            wanted.discard(bucket)
+            reading.append(slot)
+            if slot.owner is self and slot.bucket == bucket:
+                slot.state = SlotState.READY
+                continue
+            slot.assign(self, bucket, SlotState.READING)
+            ranges = reads(bucket)
+            if ranges:
+                self.store.check_unchanged(bucket)
+            for offset, nbytes in ranges:
+                slot.transfers.append(
+                    self.store.files[bucket].read(slot.buffer[offset : offset + nbytes], offset)
+                )
+                clock.stats.read_bytes += nbytes
+
+    def _take_slot(
+        self, bucket: int, wanted: set[int], *, must: bool, clock: PassClock
+    ) -> Slot | None:
+        """A slot without transfers in flight: the one that still holds `bucket`, else an idle one.
+
+        Args:
+            wanted: buckets this pass will still visit; slots that hold one are spared.
+            must: wait for a write to end rather than return None.
+        """
+        slots = self.pool.slots
+        for slot in slots:
+            if slot.owner is self and slot.bucket == bucket and slot.state in _HOLDING:
+                # Its bytes are good, but nothing may change them before its write has ended.
+                with clock.phase("write_wait"):
+                    self._finish(slot)
+                return slot
+        for state in (SlotState.FREE, SlotState.CACHED):
+            for slot in slots:
+                if slot.state is state and not (slot.owner is self and slot.bucket in wanted):
+                    return slot
+        writing = sorted(
+            (slot for slot in slots if slot.state is SlotState.WRITING),
+            key=lambda slot: slot.write_number,
+        )
+        for slot in writing:
+            if all(transfer.done() for transfer in slot.transfers):
+                self._finish(slot)
+                return slot
+        if not must:
+            return None
+        if writing:
+            with clock.phase("write_wait"):
+                self._finish(writing[0])
+            return writing[0]
+        for slot in slots:
+            if slot.state is SlotState.CACHED:
+                return slot  # all cache buckets that are wanted later: give one up
+        raise StepFailedError(
+            f"none of the {len(slots)} slots can be used: their transfers are stuck in "
+            f"{', '.join(sorted({str(t.path) for slot in slots for t in slot.transfers}))}"
+        )
+
+    def _write(self, slot: Slot, ranges: Ranges, clock: PassClock) -> None:
+        slot.state = SlotState.WRITING if ranges else SlotState.CACHED
+        if ranges:
+            self.store.check_unchanged(slot.bucket)
+            slot.write_number = next(self.pool.write_numbers)
+        for offset, nbytes in ranges:
+            slot.transfers.append(
+                self.store.files[slot.bucket].write(slot.buffer[offset : offset + nbytes], offset)
+            )
+            clock.stats.written_bytes += nbytes
+
+    def _finish(self, slot: Slot) -> None:
+        """Wait for everything in flight on `slot`; the first failure is raised when all ended."""
+        failure: GdsOptimizerError | None = None
+        for transfer in slot.transfers:
+            try:
+                transfer.wait(self.timeout_s)
+            except GdsOptimizerError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        slot.transfers = []
+
+    def _abandon(self) -> None:
+        """After a failure: wait for what is in flight and give this pipeline's slots back.
+
+        A slot whose transfer is stuck is never reused: its threads may still touch the buffer.
+        """
+        for slot in self.pool.slots:
+            if slot.owner is not self:
+                continue
+            try:
+                self._finish(slot)
+            except IoTimeoutError:
+                continue
+            except GdsOptimizerError:
+                pass  # the first failure is on its way up already
+            slot.release()
+
+    def drain(self) -> None:
+        """Wait until every write has ended.
+
+        Raises:
+            IoError: a write that went on behind the last pass has failed.
+        """
+        try:
+            for slot in self.pool.slots:
+                if slot.owner is self and slot.state is SlotState.WRITING:
+                    self._finish(slot)
+                    slot.state = SlotState.CACHED
+        except GdsOptimizerError:
+            self._abandon()
+            raise
+
+    def forget(self) -> None:
+        """Drop what slots still hold of this store, after its writes have ended."""
+        self.drain()
+        self.pool.forget(self)

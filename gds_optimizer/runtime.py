@@ -1,0 +1,154 @@
+"""Everything that one process needs to stream: built together, closed together.
+
+Front ends describe what is to be streamed as `Part`s. The runtime decides the I/O path once,
+allocates one slot pool for all parts, creates the stores and engines, and writes the first state.
+If any of it fails, nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gds_optimizer.config import StreamConfig
+from gds_optimizer.engine import Binding, Engine, EnginePlan, plan_engine
+from gds_optimizer.io import IoBackend, make_backend
+from gds_optimizer.probe import ProbeReport, decide_io_path
+from gds_optimizer.self_check import check_optimizer
+from gds_optimizer.slots import SlotPool
+from gds_optimizer.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One optimizer to be streamed.
+
+    Attributes:
+        optimizer: the resident optimizer; its groups hold the bindings' mains.
+        bindings: all its shards.
+        name: its own part of the path below the rank's directory, e.g. "opt0".
+        covered: whether our tests cover the framework around it; if not, it is checked first.
+    """
+
+    optimizer: torch.optim.Optimizer
+    bindings: list[Binding]
+    name: str
+    covered: bool = True
+
+
+@dataclass(eq=False)
+class Runtime:
+    """Engines that share a backend and a slot pool. Create it with `build`.
+
+    Attributes:
+        report: how the I/O path was chosen.
+        engines: one for each part, in order.
+    """
+
+    report: ProbeReport
+    backend: IoBackend
+    pool: SlotPool
+    engines: list[Engine] = field(default_factory=list)
+
+    @classmethod
+    def build(
+        cls,
+        parts: Sequence[Part],
+        config: StreamConfig,
+        *,
+        device: torch.device,
+        rank: int,
+        eager: bool,
+    ) -> Runtime:
+        """Set up streaming of `parts` for this rank.
+
+        Args:
+            parts: at least one.
+            config: the settings.
+            device: where the mains and the model's parameters live.
+            rank: global rank; the stores are in "rank<rank>" below each directory.
+            eager: write the first mains now rather than in the first step.
+
+        Raises:
+            GdsOptimizerError: what failed; no file, descriptor, thread or buffer stays behind.
+        """
+        plans = [plan_engine(p.optimizer, p.bindings, config.bucket_size) for p in parts]
+        report = decide_io_path(config, device)
+        with contextlib.ExitStack() as undo:
+            backend = make_backend(
+                report.io_path,
+                device=device,
+                threads=config.io_threads,
+                task_size_bytes=config.io_task_size,
+            )
+            undo.callback(backend.close)
+            for part in parts:
+                check_optimizer(part.optimizer, config, backend, rank, covered=part.covered)
+            pool = cls._make_pool(plans, config, backend)
+            undo.callback(pool.close)
+            runtime = cls(report, backend, pool)
+            for part, plan in zip(parts, plans, strict=True):
+                store = Store(
+                    plan.layout, config.directories, f"rank{rank:05d}/{part.name}", backend
+                )
+                engine = Engine(plan, pool, store, timeout_s=config.io_timeout_s)
+                runtime.engines.append(engine)
+                undo.callback(engine.close)
+            runtime._log_setup(config, rank)
+            for part, engine in zip(parts, runtime.engines, strict=True):
+                if eager or any(binding.initial for binding in part.bindings):
+                    stats = engine.initialize()
+                    logger.info(
+                        "rank %d: initialised %s: %s", rank, part.name, stats.describe()
+                    )
+            undo.pop_all()
+        # Runs at exit after the engines' own finalizers, which were registered later.
+        weakref.finalize(runtime, _close_shared, pool, backend)
+        return runtime
+
+    @staticmethod
+    def _make_pool(
+        plans: Sequence[EnginePlan], config: StreamConfig, backend: IoBackend
+    ) -> SlotPool:
+        bucket_count = sum(len(plan.layout.buckets) for plan in plans)
+        slot_bytes = max(plan.layout.max_file_bytes for plan in plans)
+        return SlotPool(max(1, min(config.slots, bucket_count)), slot_bytes, backend)
+
+    def _log_setup(self, config: StreamConfig, rank: int) -> None:
+        total_bytes = sum(engine.layout.total_bytes for engine in self.engines)
+        buckets = sum(len(engine.layout.buckets) for engine in self.engines)
+        logger.info(
+            "rank %d: %.2f GiB of optimizer state in %d buckets on %s, %d slots of %.1f MiB on %s",
+            rank,
+            total_bytes / 2**30,
+            buckets,
+            ", ".join(map(str, config.directories)),
+            len(self.pool.slots),
+            self.pool.slot_bytes / 2**20,
+            self.pool.device,
+        )
+        for line in self.report.to_text().splitlines():
+            logger.info("rank %d: %s", rank, line)
+
+    def close_engine(self, engine: Engine) -> None:
+        """Close one engine; the last one takes slots and backend with it."""
+        if engine not in self.engines:
+            return
+        self.engines.remove(engine)
+        try:
+            engine.close()
+        finally:
+            if not self.engines:
+                _close_shared(self.pool, self.backend)
+
+
+def _close_shared(pool: SlotPool, backend: IoBackend) -> None:
+    pool.close()
+    backend.close()

@@ -1,0 +1,195 @@
+"""The slot pool: the only device memory that streaming takes.
+
+A slot is a buffer for one bucket's planes and footer. It is allocated once, outside torch's
+caching allocator (plain cudaMalloc through CuPy: GDS registers whole allocations, and the caching
+allocator's may be pieced together), registered once where the I/O path wants that, and shared by
+all engines of a process.
+
+    FREE -> READING -> READY -> COMPUTING -> WRITING -> CACHED (-> FREE)
+
+A slot whose write has finished still holds its bucket. It stays CACHED until somebody needs the
+slot; an engine that comes back to that bucket first need not read it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from enum import Enum
+from typing import Any
+
+import torch
+
+from gds_optimizer.errors import ConfigError
+from gds_optimizer.io import IoBackend, Transfer, allocate_host_buffer
+from gds_optimizer.layout import PAGE_BYTES, align_up
+
+
+class SlotState(Enum):
+    FREE = "free"
+    READING = "reading"
+    READY = "ready"
+    COMPUTING = "computing"
+    WRITING = "writing"
+    CACHED = "cached"
+
+
+class Slot:
+    """One buffer and what it holds.
+
+    Attributes:
+        buffer: 1-D uint8 tensor, 4 KiB-aligned, as long as the largest bucket file.
+        state: see the module's diagram.
+        owner: the pipeline whose bucket it holds; None while FREE.
+        bucket: index of that bucket in the owner's layout.
+        transfers: reads or writes in flight.
+        write_number: orders writes by when they were started.
+    """
+
+    def __init__(self, index: int, buffer: torch.Tensor) -> None:
+        self.index = index
+        self.buffer = buffer
+        self.state = SlotState.FREE
+        self.owner: object | None = None
+        self.bucket = -1
+        self.transfers: list[Transfer] = []
+        self.write_number = 0
+
+    def assign(self, owner: object, bucket: int, state: SlotState) -> None:
+        self.owner, self.bucket, self.state = owner, bucket, state
+
+    def release(self) -> None:
+        self.owner, self.bucket, self.state = None, -1, SlotState.FREE
+        self.transfers = []
+
+
+class SlotPool:
+    """A fixed number of equal slots on one device.
+
+    Args:
+        count: number of slots.
+        slot_bytes: bytes of each; rounded up to 4 KiB.
+        backend: registers the buffers; decides the device.
+
+    Raises:
+        ConfigError: the device has too little free memory; names bytes wanted and free.
+    """
+
+    def __init__(self, count: int, slot_bytes: int, backend: IoBackend) -> None:
+        self.backend = backend
+        self.device = backend.device
+        self.slot_bytes = align_up(max(slot_bytes, PAGE_BYTES), PAGE_BYTES)
+        self.slots: list[Slot] = []
+        self._closed = False
+        self.write_numbers = itertools.count(1)
+        self.compute_stream = (
+            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        )
+        self._compute_done = torch.cuda.Event() if self.compute_stream is not None else None
+        self._count = count
+        self._allocations: list[Any] = []
+        self._fill()
+
+    def _fill(self) -> None:
+        try:
+            for index in range(self._count):
+                buffer = self._allocate()
+                self.backend.register(buffer)
+                self.slots.append(Slot(index, buffer))
+        except BaseException:
+            self.suspend()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slot_bytes * len(self.slots)
+
+    def _allocate(self) -> torch.Tensor:
+        if self.device.type != "cuda":
+            return allocate_host_buffer(self.slot_bytes)
+        import cupy
+
+        # cudaMalloc promises 256-byte alignment only; O_DIRECT and GDS want whole pages.
+        room = self.slot_bytes + PAGE_BYTES
+        with cupy.cuda.Device(self.device.index):
+            try:
+                memory = cupy.cuda.Memory(room)
+            except cupy.cuda.memory.OutOfMemoryError:
+                memory = None
+            if memory is None:
+                # The caching allocator may sit on memory that nobody uses.
+                torch.cuda.empty_cache()
+                try:
+                    memory = cupy.cuda.Memory(room)
+                except cupy.cuda.memory.OutOfMemoryError:
+                    free, total = torch.cuda.mem_get_info(self.device)
+                    raise ConfigError(
+                        f"slots: {self.slot_bytes} bytes for slot {len(self.slots)} are not to be "
+                        f"had on {self.device} ({free} of {total} bytes free): use fewer slots "
+                        "or a smaller bucket size"
+                    ) from None
+            shift = -memory.ptr % PAGE_BYTES
+            pointer = cupy.cuda.MemoryPointer(memory, shift)
+            array = cupy.ndarray((self.slot_bytes,), dtype=cupy.uint8, memptr=pointer)
+            buffer = torch.as_tensor(array, device=self.device)
+        self._allocations.append(array)
+        return buffer
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Kernels launched inside run on the pool's own stream, after what is queued outside.
+
+        On leaving, the surrounding stream waits for them, so that what reads the parameters (the
+        all-gather, the next forward) and what frees borrowed gradients comes after.
+        """
+        if self.compute_stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream(self.device)
+        self.compute_stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.compute_stream):
+                yield
+        finally:
+            outside.wait_stream(self.compute_stream)
+
+    def synchronize_compute(self) -> None:
+        """Wait on the host until every kernel that was launched inside `computing` is done."""
+        if self._compute_done is not None:
+            self._compute_done.record(self.compute_stream)
+            self._compute_done.synchronize()
+
+    def forget(self, owner: object) -> None:
+        """Drop what finished slots hold for `owner`: its files or its plans have changed."""
+        for slot in self.slots:
+            if slot.owner is owner and slot.state in (SlotState.CACHED, SlotState.READY):
+                slot.release()
+
+    def suspend(self) -> None:
+        """Free the buffers, so that others can use the memory; `resume` takes them again.
+
+        No transfer may be in flight. What slots held is read again when it is needed.
+        """
+        device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with device:
+            for slot in self.slots:
+                self.backend.deregister(slot.buffer)
+                slot.release()
+        self.slots.clear()
+        self._allocations.clear()
+
+    def resume(self) -> None:
+        """Undo `suspend`; nothing if it was not called.
+
+        Raises:
+            ConfigError: the memory has gone to somebody else meanwhile.
+        """
+        if not self.slots and not self._closed:
+            self._fill()
+
+    def close(self) -> None:
+        """Free the buffers for good. No transfer may be in flight. May be called again."""
+        self._closed = True
+        self.suspend()

@@ -1,0 +1,191 @@
+"""The bucket files of one optimizer on one rank: space, descriptors, identity.
+
+Scope: create the files with all their space reserved, keep them open, notice when somebody else
+changes them, and remove them in the end. It knows nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+from gds_optimizer.errors import ClosedError, ForkedError, NoSpaceError, StoreChangedError
+from gds_optimizer.io.base import BucketFile, IoBackend
+from gds_optimizer.layout import Layout
+from gds_optimizer.lock import OwnedDirectory, reclaim_dead
+
+logger = logging.getLogger(__name__)
+
+# Descriptors that a training process needs besides ours.
+_SPARE_DESCRIPTORS = 512
+_DESCRIPTORS_PER_FILE = 2
+
+
+class Store:
+    """Open bucket files, bucket `i` at `files[i]`, spread over the directories in turn.
+
+    Args:
+        layout: which files, how large.
+        roots: the user's directories; each gets `<root>/<name>` with our files in it.
+        name: the rank's own part of the path, e.g. "rank00003/dense".
+        backend: opens the files.
+
+    Raises:
+        StoreLockedError: another living process owns one of the directories.
+        NoSpaceError: the files do not fit; nothing is left behind.
+        IoError: a file cannot be opened for direct I/O.
+    """
+
+    def __init__(
+        self, layout: Layout, roots: Sequence[Path], name: str, backend: IoBackend
+    ) -> None:
+        self.layout = layout
+        self.files: list[BucketFile] = []
+        self.paths: list[Path] = []
+        self._identities: list[tuple[int, int]] = []
+        self._pid = os.getpid()
+        self._closed = False
+        with contextlib.ExitStack() as undo:
+            self._owned: list[OwnedDirectory] = []
+            for root in roots:
+                owned = OwnedDirectory.acquire(root / name)
+                undo.callback(owned.close)
+                self._owned.append(owned)
+                reclaim_dead(root, keep=owned.path)
+            _allow_descriptors(len(layout.buckets) * _DESCRIPTORS_PER_FILE)
+            self._reserve()
+            self._write_description()
+            undo.callback(self._close_files)
+            for path in self.paths:
+                self.files.append(backend.open(path))
+            undo.pop_all()
+
+    @property
+    def directories(self) -> list[Path]:
+        """Where the files of this optimizer are, one directory for each root."""
+        return [owned.path for owned in self._owned]
+
+    def _reserve(self) -> None:
+        """Create every file with its blocks allocated, so that a full disk is met here."""
+        for bucket in self.layout.buckets:
+            directory = self._owned[bucket.index % len(self._owned)].path
+            path = directory / f"bucket{bucket.index:05d}.bin"
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, bucket.file_bytes)
+                state = os.fstat(fd)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise self._no_space(path, error) from error
+                raise
+            finally:
+                os.close(fd)
+            self.paths.append(path)
+            self._identities.append((state.st_dev, state.st_ino))
+
+    def _no_space(self, path: Path, error: OSError) -> NoSpaceError:
+        reserved = sum(self.layout.buckets[i].file_bytes for i in range(len(self.paths)))
+        status = os.statvfs(path.parent)
+        free = status.f_bavail * status.f_frsize
+        return NoSpaceError(
+            f"{path.parent} has too little room ({os.strerror(error.errno or 0)}): the state of "
+            f"this optimizer needs {self.layout.total_bytes} bytes over {len(self._owned)} "
+            f"directories, {reserved} were reserved and {free} are free now: free space, name a "
+            "larger or another directory, or raise the limit on file size"
+        )
+
+    def _write_description(self) -> None:
+        """Leave the layout beside the files, for people and tools that look at them."""
+        text = json.dumps(self.layout.describe(), indent=1)
+        for directory in self.directories:
+            fd = os.open(
+                directory / "layout.json", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600
+            )
+            with open(fd, "w") as file:
+                file.write(text)
+
+    def check_owner(self) -> None:
+        """Refuse use after `close` and in a forked child."""
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"the store in {self.directories[0]} belongs to process {self._pid}; this is its "
+                f"forked child {os.getpid()}, which must not use it: use it in the parent"
+            )
+        if self._closed:
+            raise ClosedError(f"the store in {self.directories[0]} is closed")
+
+    def check_unchanged(self, index: int) -> None:
+        """Compare path, inode and size of a bucket file with what was created.
+
+        An open descriptor does not notice that its file was unlinked, or that its directory was
+        replaced, and bytes written to it would be lost.
+
+        Raises:
+            StoreChangedError: it is gone, another file, or of another size.
+        """
+        path = self.paths[index]
+        wanted_bytes = self.layout.buckets[index].file_bytes
+        try:
+            state = os.stat(path)
+        except OSError as error:
+            raise StoreChangedError(
+                f"bucket file {path} cannot be found any more ({error.strerror}): wanted a file "
+                f"of {wanted_bytes} bytes; somebody removed it while it was in use"
+            ) from error
+        if (state.st_dev, state.st_ino) != self._identities[index]:
+            raise StoreChangedError(
+                f"bucket file {path} was replaced: wanted inode {self._identities[index][1]}, "
+                f"got inode {state.st_ino}; somebody wrote another file in its place"
+            )
+        if state.st_size != wanted_bytes:
+            raise StoreChangedError(
+                f"bucket file {path} was resized: wanted {wanted_bytes} bytes, got "
+                f"{state.st_size}; somebody truncated or extended it while it was in use"
+            )
+
+    def _close_files(self) -> None:
+        for file in self.files:
+            file.close()
+        self.files.clear()
+
+    def close(self) -> None:
+        """Close and remove the files. No transfer may be in flight. May be called again.
+
+        In a forked child only the child's descriptors are closed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if os.getpid() == self._pid:
+                self._close_files()
+        finally:
+            for owned in self._owned:
+                owned.close()
+
+
+def _allow_descriptors(count: int) -> None:
+    """Raise the soft limit on open files where `count` more would not fit.
+
+    Raises:
+        NoSpaceError: the hard limit is too low.
+    """
+    wanted = count + _SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise NoSpaceError(
+            f"{count} descriptors are needed for the bucket files, but the hard limit on open "
+            f"files is {hard}: raise it to {wanted} (ulimit -Hn) or use larger buckets"
+        )
+    # Chained optimizers and other libraries add to it, so leave room above what we count.
+    limit = 2 * wanted if hard == resource.RLIM_INFINITY else min(hard, 2 * wanted)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    logger.info("raised the soft limit on open files from %d to %d", soft, limit)
