@@ -26,19 +26,21 @@ def _odd_weights(device: torch.device) -> torch.Tensor:
     return torch.arange(_ROW_WORDS, dtype=torch.int64, device=device).mul_(2).add_(1)
 
 
+def _row_sum(words: torch.Tensor) -> torch.Tensor:
+    """Weighted sum of at most one row."""
+    weights = _odd_weights(words.device)[: words.numel()]
+    # An integer dot product exists on the CPU only, where it is one call instead of two.
+    return (words * weights).sum() if words.is_cuda else torch.dot(words, weights)
+
+
 def _rows_sum(rows: torch.Tensor, first_word: int) -> torch.Tensor:
-    """Weighted sum of a (row count, row words) matrix whose first word has index `first_word`."""
-    row_count, row_words = rows.shape
-    weights = _odd_weights(rows.device)[:row_words]
+    """Weighted sum of whole rows (n, `_ROW_WORDS`); the first word has index `first_word`."""
+    weights = _odd_weights(rows.device)
     # (2 (r R + i) + 1) w = (2 i + 1) w + 2 r R w: one product with shared weights for all rows.
-    # Integer matrix-vector products exist on the CPU only, where they are the faster form.
-    if rows.is_cuda:
-        inner = (rows * weights).sum(dim=1)
-    else:
-        inner = torch.mv(rows, weights)
-    row_starts = torch.arange(row_count, dtype=torch.int64, device=rows.device)
-    row_starts = row_starts.mul_(row_words).add_(first_word).mul_(2)
-    return (inner + row_starts * rows.sum(dim=1)).sum()
+    inner = (rows * weights).sum(dim=1) if rows.is_cuda else torch.mv(rows, weights)
+    starts = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device)
+    starts = starts.mul_(_ROW_WORDS).add_(first_word).mul_(2)
+    return (inner + starts * rows.sum(dim=1)).sum()
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
@@ -51,13 +53,15 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
         0-dim int64 tensor on `data`'s device.
     """
     words = data.view(torch.int64)
+    if words.numel() <= _ROW_WORDS:
+        return _row_sum(words)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     block_words = _DEVICE_BLOCK_WORDS if data.is_cuda else _ROW_WORDS
-    for start in range(0, words.numel(), block_words):
-        block = words[start : start + block_words]
-        whole = block.numel() // _ROW_WORDS * _ROW_WORDS
-        if whole:
-            total += _rows_sum(block[:whole].view(-1, _ROW_WORDS), start)
-        if whole < block.numel():
-            total += _rows_sum(block[whole:].view(1, -1), start + whole)
+    whole = words.numel() // _ROW_WORDS * _ROW_WORDS
+    for start in range(0, whole, block_words):
+        block = words[start : min(start + block_words, whole)]
+        total += _rows_sum(block.view(-1, _ROW_WORDS), start)
+    if whole < words.numel():
+        tail = words[whole:]
+        total += _row_sum(tail) + 2 * whole * tail.sum()
     return total

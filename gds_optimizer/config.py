@@ -145,7 +145,9 @@ class StreamConfig:
             raise ConfigError(
                 "--stream-optimizer-state-to-disk needs --stream-optimizer-state-dir DIR [DIR ...]"
             )
-        values: dict[str, Any] = {"directories": tuple(Path(d) for d in args.stream_optimizer_state_dir)}
+        values: dict[str, Any] = {
+            "directories": tuple(Path(d) for d in args.stream_optimizer_state_dir)
+        }
         for flag in _FLAGS:
             value = getattr(args, flag.dest, None)
             if value is not None:

@@ -157,9 +157,7 @@ class Engine:
         steps: completed steps.
     """
 
-    def __init__(
-        self, plan: EnginePlan, pool: SlotPool, store: Store, *, timeout_s: float
-    ) -> None:
+    def __init__(self, plan: EnginePlan, pool: SlotPool, store: Store, *, timeout_s: float) -> None:
         self.plan = plan
         self.layout = plan.layout
         self.pool = pool
@@ -270,7 +268,7 @@ class Engine:
         try:
             with torch.no_grad(), self.pool.computing():
                 yield clock
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - `_fail` raises it, or what it caused
             self._fail(what, error)
         self.last_stats = clock.finish()
 
@@ -315,9 +313,7 @@ class Engine:
                 merged.append((offset, nbytes))
         return merged
 
-    def _expect(
-        self, index: int, slot: Slot, planes: Sequence[int]
-    ) -> Callable[[], None]:
+    def _expect(self, index: int, slot: Slot, planes: Sequence[int]) -> Callable[[], None]:
         """Start comparing a bucket that was read with its footer; call the result to know.
 
         The comparison is queued on the device. Its outcome is asked for when the visit waits for
@@ -448,9 +444,7 @@ class Engine:
         self._main_from_model[index] = False
         return [(0, bucket.file_bytes)]
 
-    def _state_for(
-        self, piece: _BoundPiece, planes: dict[str, torch.Tensor]
-    ) -> dict[str, Any]:
+    def _state_for(self, piece: _BoundPiece, planes: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The optimizer's state for a piece: views of the planes, and the parameter's scalars."""
         schema = self.plan.schemas[piece.binding]
         if self._has_state[piece.binding]:
@@ -758,14 +752,14 @@ class Engine:
 
         self.read_planes(collect, buckets)
         for index, main in chosen.items():
-            restore_(main, values[index])  # type: ignore[arg-type]
+            restore_(main, values[index])
         try:
             yield
         finally:
             for index, main in chosen.items():
                 # Code may have put another tensor in the place of ours.
                 values[index] = main.detach().as_subclass(torch.Tensor)
-                release_(main)  # type: ignore[arg-type]
+                release_(main)
             # What was changed before an exception stays changed, as it would on the device.
             self._rewrite(buckets, put_back, read_main=True)
 

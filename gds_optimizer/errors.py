@@ -7,6 +7,7 @@ Mistakes that the user can mend before anything runs are `ValueError`s as well.
 from __future__ import annotations
 
 from os import PathLike
+from typing import Any
 
 
 class GdsOptimizerError(Exception):
@@ -74,6 +75,19 @@ class IoError(GdsOptimizerError, OSError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Keyword-only arguments are beyond what exceptions pickle by themselves.
+        return (
+            _make_io_error,
+            (type(self), self.path, self.operation, self.file_offset, self.wanted_bytes, self.got),
+        )
+
+
+def _make_io_error(
+    kind: type[IoError], path: str, operation: str, offset: int, wanted_bytes: int, got: str | int
+) -> IoError:
+    return kind(path, operation, file_offset=offset, wanted_bytes=wanted_bytes, got=got)
 
 
 class IoTimeoutError(IoError):

@@ -86,12 +86,14 @@ def _collect_allowed() -> frozenset[Any]:
 
 
 _ALLOWED = _collect_allowed()
+_GRAD: Any = torch.Tensor.grad  # torch's own slot, which the class below hides
+_DATA: Any = torch.Tensor.data
 # Each access makes a new wrapper object, so it is compared by value, not by identity.
-_DATA_GETTER = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_DATA_GETTER = _DATA.__get__
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    """"add" for torch.add, "T" for the getter of Tensor.T."""
+    """ "add" for torch.add, "T" for the getter of Tensor.T."""
     name = getattr(func, "__name__", repr(func))
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", name)
@@ -145,30 +147,26 @@ class EvictedTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    # The gradient may be of a kind that torch's own slot refuses (see `lazy_grad`): keep it here.
+    # The gradient may be of a kind that torch's own slot refuses (see `half_grads`): keep it here.
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        lazy = getattr(self, "_lazy_grad", None)
-        if lazy is not None:
-            return lazy
-        return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined,no-any-return]
+    def grad(self) -> torch.Tensor | None:
+        lazy: torch.Tensor | None = getattr(self, "_lazy_grad", None)
+        own: torch.Tensor | None = _GRAD.__get__(self) if lazy is None else None
+        return lazy if lazy is not None else own
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None and type(value) is not torch.Tensor:
-            self._lazy_grad = value
-            torch.Tensor.grad.__set__(self, None)  # type: ignore[attr-defined]
-            return
-        self._lazy_grad = None
-        torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+        is_lazy = value is not None and type(value) is not torch.Tensor
+        self._lazy_grad = value if is_lazy else None
+        _GRAD.__set__(self, None if is_lazy else value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self._is_present:
-            return super().__repr__()
+            return repr(self.as_subclass(torch.Tensor))
         return (
             f"EvictedTensor({self.evicted_name!r}, shape={tuple(self.shape)}, "
             f"dtype={self.dtype}, device={self.device})"

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from gds_optimizer.checksum import checksum
@@ -81,23 +82,19 @@ def build_footer(
     Returns:
         512 int64 words, not yet in the slot.
     """
-    words = [0] * WORDS
+    words = np.zeros(WORDS, dtype=np.int64)
     words[0], words[1] = MAGIC, FORMAT_VERSION
-    for i in range(4):
-        words[2 + i] = int.from_bytes(layout.layout_id[8 * i : 8 * i + 8], "little", signed=True)
+    words[2:6] = np.frombuffer(layout.layout_id, dtype="<i8")
     words[6], words[_STEP], words[8] = bucket.index, record.step, len(bucket.planes)
-    for plane, written in enumerate(record.written):
-        words[_PLANES + 2 * plane] = int(written)
-    footer = torch.tensor(words, dtype=torch.int64).to(buffer.device)
+    words[_PLANES : _PLANES + 2 * len(record.written) : 2] = record.written
+    footer = torch.from_numpy(words).to(buffer.device)
     for plane, written in enumerate(record.written):
         if written:
             footer[_PLANES + 2 * plane + 1] = checksum(_plane_bytes(buffer, bucket, plane))
     return _seal(footer)
 
 
-def replace_plane_checksum(
-    buffer: torch.Tensor, bucket: Bucket, plane: int
-) -> None:
+def replace_plane_checksum(buffer: torch.Tensor, bucket: Bucket, plane: int) -> None:
     """Rewrite the checksum of one plane in the slot's own footer, after that plane changed."""
     footer = footer_words(buffer, bucket)
     footer[_PLANES + 2 * plane + 1] = checksum(_plane_bytes(buffer, bucket, plane))

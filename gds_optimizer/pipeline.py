@@ -9,10 +9,11 @@ are waited for when their slot is needed, by `drain`, and before anything is clo
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from gds_optimizer.errors import GdsOptimizerError, IoTimeoutError, StepFailedError
+from gds_optimizer.errors import GdsOptimizerError, StepFailedError
 from gds_optimizer.slots import Slot, SlotPool, SlotState
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock
@@ -30,12 +31,18 @@ class Pipeline:
         pool: the slots.
         store: the files.
         timeout_s: limit for a single transfer.
+
+    Attributes:
+        unfinished_writes: buckets whose last write is not known to have ended well.
     """
 
     def __init__(self, pool: SlotPool, store: Store, *, timeout_s: float) -> None:
         self.pool = pool
         self.store = store
         self.timeout_s = timeout_s
+        self.unfinished_writes: set[int] = set()
+        # Of a write that another pipeline waited for, because it needed the slot.
+        self._tail_failure: GdsOptimizerError | None = None
 
     def run(
         self,
@@ -63,6 +70,7 @@ class Pipeline:
         wanted = set(order)
         reading: deque[Slot] = deque()
         try:
+            self._raise_tail_failure()
             while queue or reading:
                 self._read_ahead(queue, wanted, reading, reads, clock)
                 slot = reading.popleft()
@@ -134,15 +142,18 @@ class Pipeline:
             key=lambda slot: slot.write_number,
         )
         for slot in writing:
-            if all(transfer.done() for transfer in slot.transfers):
-                self._finish(slot)
+            if slot.is_idle and self._finish_write(slot):
+                return slot
+        for slot in slots:
+            if slot.state is SlotState.STUCK and slot.is_idle:
+                slot.release()
                 return slot
         if not must:
             return None
-        if writing:
+        for slot in writing:
             with clock.phase("write_wait"):
-                self._finish(writing[0])
-            return writing[0]
+                if self._finish_write(slot):
+                    return slot
         for slot in slots:
             if slot.state is SlotState.CACHED:
                 return slot  # all cache buckets that are wanted later: give one up
@@ -154,6 +165,7 @@ class Pipeline:
     def _write(self, slot: Slot, ranges: Ranges, clock: PassClock) -> None:
         slot.state = SlotState.WRITING if ranges else SlotState.CACHED
         if ranges:
+            self.unfinished_writes.add(slot.bucket)
             self.store.check_unchanged(slot.bucket)
             slot.write_number = next(self.pool.write_numbers)
         for offset, nbytes in ranges:
@@ -173,22 +185,41 @@ class Pipeline:
         if failure is not None:
             raise failure
         slot.transfers = []
+        if slot.state is SlotState.WRITING:
+            self.unfinished_writes.discard(slot.bucket)
+
+    def _finish_write(self, slot: Slot) -> bool:
+        """Wait for a write, ours or another pipeline's; whether the slot can be used then.
+
+        A failure of another pipeline's write is that one's to raise.
+        """
+        owner = slot.owner
+        if owner is self or not isinstance(owner, Pipeline):
+            self._finish(slot)
+            return True
+        try:
+            owner._finish(slot)
+        except GdsOptimizerError as error:
+            owner._tail_failure = owner._tail_failure or error
+            slot.release()
+        return slot.state is not SlotState.STUCK
+
+    def _raise_tail_failure(self) -> None:
+        failure, self._tail_failure = self._tail_failure, None
+        if failure is not None:
+            raise failure
 
     def _abandon(self) -> None:
         """After a failure: wait for what is in flight and give this pipeline's slots back.
 
-        A slot whose transfer is stuck is never reused: its threads may still touch the buffer.
+        A slot whose transfer is stuck is not reused: its threads may still touch the buffer.
         """
         for slot in self.pool.slots:
-            if slot.owner is not self:
-                continue
-            try:
-                self._finish(slot)
-            except IoTimeoutError:
-                continue
-            except GdsOptimizerError:
-                pass  # the first failure is on its way up already
-            slot.release()
+            if slot.owner is self:
+                # The first failure is on its way up already.
+                with contextlib.suppress(GdsOptimizerError):
+                    self._finish(slot)
+                slot.release()
 
     def drain(self) -> None:
         """Wait until every write has ended.
@@ -201,6 +232,7 @@ class Pipeline:
                 if slot.owner is self and slot.state is SlotState.WRITING:
                     self._finish(slot)
                     slot.state = SlotState.CACHED
+            self._raise_tail_failure()
         except GdsOptimizerError:
             self._abandon()
             raise

@@ -105,9 +105,7 @@ class Runtime:
             for part, engine in zip(parts, runtime.engines, strict=True):
                 if eager or any(binding.initial for binding in part.bindings):
                     stats = engine.initialize()
-                    logger.info(
-                        "rank %d: initialised %s: %s", rank, part.name, stats.describe()
-                    )
+                    logger.info("rank %d: initialised %s: %s", rank, part.name, stats.describe())
             undo.pop_all()
         # Runs at exit after the engines' own finalizers, which were registered later.
         weakref.finalize(runtime, _close_shared, pool, backend)

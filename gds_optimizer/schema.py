@@ -167,7 +167,7 @@ def _zero_initial(
             initial[key] = copy_value(given[key])
     try:
         zero_param, zero_state = _run(optimizer, group, values, given)
-    except Exception:  # any optimizer may choke on state that it did not make itself
+    except Exception:  # noqa: BLE001 - an optimizer may choke on state that it did not make itself
         return None
     same = _same_bits(param, zero_param) and _same_state(state, zero_state)
     return initial if same else None

@@ -8,7 +8,8 @@ all engines of a process.
     FREE -> READING -> READY -> COMPUTING -> WRITING -> CACHED (-> FREE)
 
 A slot whose write has finished still holds its bucket. It stays CACHED until somebody needs the
-slot; an engine that comes back to that bucket first need not read it.
+slot; an engine that comes back to that bucket first need not read it. A slot whose transfer did
+not end in time is STUCK: nobody's, until the transfer has ended after all.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class SlotState(Enum):
     COMPUTING = "computing"
     WRITING = "writing"
     CACHED = "cached"
+    STUCK = "stuck"
 
 
 class Slot:
@@ -41,7 +43,7 @@ class Slot:
     Attributes:
         buffer: 1-D uint8 tensor, 4 KiB-aligned, as long as the largest bucket file.
         state: see the module's diagram.
-        owner: the pipeline whose bucket it holds; None while FREE.
+        owner: the pipeline whose bucket it holds; None while FREE or STUCK.
         bucket: index of that bucket in the owner's layout.
         transfers: reads or writes in flight.
         write_number: orders writes by when they were started.
@@ -59,9 +61,18 @@ class Slot:
     def assign(self, owner: object, bucket: int, state: SlotState) -> None:
         self.owner, self.bucket, self.state = owner, bucket, state
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no transfer uses the buffer any more."""
+        return all(transfer.done() for transfer in self.transfers)
+
     def release(self) -> None:
-        self.owner, self.bucket, self.state = None, -1, SlotState.FREE
-        self.transfers = []
+        """Hand the slot back; one that a transfer still uses is set aside instead."""
+        self.owner, self.bucket = None, -1
+        if self.is_idle:
+            self.state, self.transfers = SlotState.FREE, []
+        else:
+            self.state = SlotState.STUCK
 
 
 class SlotPool:
@@ -83,9 +94,7 @@ class SlotPool:
         self.slots: list[Slot] = []
         self._closed = False
         self.write_numbers = itertools.count(1)
-        self.compute_stream = (
-            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        )
+        self.compute_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._compute_done = torch.cuda.Event() if self.compute_stream is not None else None
         self._count = count
         self._allocations: list[Any] = []

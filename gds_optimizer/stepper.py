@@ -31,9 +31,7 @@ def undecorated_step(optimizer_class: type[torch.optim.Optimizer]) -> Callable[.
     return step
 
 
-def install_step(
-    optimizer: torch.optim.Optimizer, run: Callable[[], None]
-) -> Callable[[], None]:
+def install_step(optimizer: torch.optim.Optimizer, run: Callable[[], None]) -> Callable[[], None]:
     """Make `optimizer.step(closure=None)` call `run`, with hooks fired once around it.
 
     It is a bound method on the instance, so a learning-rate scheduler can wrap it.

@@ -104,9 +104,7 @@ class Store:
         """Leave the layout beside the files, for people and tools that look at them."""
         text = json.dumps(self.layout.describe(), indent=1)
         for directory in self.directories:
-            fd = os.open(
-                directory / "layout.json", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600
-            )
+            fd = os.open(directory / "layout.json", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
             with open(fd, "w") as file:
                 file.write(text)
 
@@ -150,8 +148,10 @@ class Store:
             )
 
     def _close_files(self) -> None:
-        for file in self.files:
-            file.close()
+        """Close every file, also when one of them reports a failure; then raise the first."""
+        with contextlib.ExitStack() as stack:
+            for file in self.files:
+                stack.callback(file.close)
         self.files.clear()
 
     def close(self) -> None:
@@ -162,12 +162,11 @@ class Store:
         if self._closed:
             return
         self._closed = True
-        try:
-            if os.getpid() == self._pid:
-                self._close_files()
-        finally:
+        with contextlib.ExitStack() as stack:
             for owned in self._owned:
-                owned.close()
+                stack.callback(owned.close)
+            if os.getpid() == self._pid:
+                stack.callback(self._close_files)
 
 
 def _allow_descriptors(count: int) -> None:

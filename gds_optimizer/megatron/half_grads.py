@@ -25,17 +25,16 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 # Elements converted at once where a whole shard must be looked at: 16 MiB of fp32.
 _CHUNK_NUMEL = 2**22
 
-_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_GET_DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
-_GET_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_Tensor: Any = torch.Tensor  # its properties are looked at as descriptors, which typing hides
+# Each access makes a new wrapper object, so these are compared by value, not by identity.
+_GET_DATA = _Tensor.data.__get__
+_GET_DTYPE = _Tensor.dtype.__get__
+_GET_GRAD_FN = _Tensor.grad_fn.__get__
 _METADATA = {
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
+    *(
+        getattr(_Tensor, name).__get__
+        for name in ("shape", "device", "is_cuda", "ndim", "layout", "requires_grad", "is_sparse")
+    ),
     torch.Tensor.numel,
     torch.Tensor.nelement,
     torch.Tensor.size,
@@ -153,9 +152,10 @@ class _ShardView(torch.Tensor):
         """
         if not self._scales and not args and not kwargs:
             return torch.linalg.vector_norm(self._shard, dtype=torch.float32)
-        return func(self.converted(), *args, **kwargs)
+        norm: torch.Tensor = func(self.converted(), *args, **kwargs)
+        return norm
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"{type(self).__name__}(shape={tuple(self._shard.shape)}, kept in "
             f"{self._shard.dtype}, {len(self._scales)} factors)"

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from gds_optimizer.engine import Binding, Engine
-from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import EvictedTensor, captured_copies, evict_
 from gds_optimizer.megatron.deferred import mains_deferred
 from gds_optimizer.megatron.half_grads import HALF_DTYPES, half_grads_kept
@@ -31,121 +30,6 @@ logger = logging.getLogger(__name__)
 # A fork's option that leaves the mains unallocated; our placeholders do the same without it, but
 # where it exists the fork's own code expects it to be set.
 _FORK_DEFER_OPTION = "defer_main_param_initialization"
-
-
-class StreamedMixin:
-    """What is different in a streamed `DistributedOptimizer`; see `streamed_class`."""
-
-    _runtime: Runtime | None = None
-    _engine: Engine | None = None
-
-    # ------------------------------------------------------------------ construction
-
-    def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        chunks = kwargs.get("model_chunks") or next(
-            (a for a in args if isinstance(a, list) and a and isinstance(a[0], torch.nn.Module)), []
-        )
-        params = [param for chunk in chunks for param in chunk.parameters()]
-        refuse_unsupported(config, chunks[0].ddp_config if chunks else None, params)
-        with _fork_defers(config):
-            super().__init__(optimizer, config, *args, **kwargs)  # type: ignore[call-arg]
-
-    @classmethod
-    def _build_model_and_main_param_groups(cls, *args: Any, **kwargs: Any) -> Any:
-        with mains_deferred():
-            return super()._build_model_and_main_param_groups(*args, **kwargs)  # type: ignore[misc]
-
-    def start_streaming(self, runtime: Runtime, engine: Engine) -> None:
-        """From here on the inner optimizer's `step` goes through `engine`."""
-        self._runtime, self._engine = runtime, engine
-        self._uninstall_step = install_step(self.optimizer, engine.step)  # type: ignore[attr-defined]
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that streams this optimizer's state."""
-        if self._engine is None:
-            raise UnsupportedError(
-                "this optimizer does not stream yet: leave the `streamed_optimizer` block first "
-                "(an optimizer without parameters on this rank never does)"
-            )
-        return self._engine
-
-    @property
-    def last_step_stats(self) -> PassStats:
-        """Bytes and seconds of the last pass over the state."""
-        return self.engine.last_stats
-
-    def close(self) -> None:
-        """Wait for the last writes and remove the state from disk; no step is possible after."""
-        if self._engine is not None and self._runtime is not None:
-            self._uninstall_step()
-            self._runtime.close_engine(self._engine)
-
-    # ------------------------------------------------------------------ the step
-
-    def _copy_model_grads_to_main_grads(self) -> None:
-        keep_half = (
-            self._engine is not None
-            and any(buffer.grad_dtype in HALF_DTYPES for buffer in self.buffers)  # type: ignore[attr-defined]
-        )
-        if keep_half and self.grad_scaler is not None:  # type: ignore[attr-defined]
-            # Unscaling rounds every gradient in fp32 before the norm is taken, so the norm cannot
-            # be had from the half-precision values.
-            _warn_once(
-                "half-precision gradient buffers with a loss scale: Megatron converts all "
-                "gradients of this rank to fp32 (4 bytes a parameter) before the step"
-            )
-            keep_half = False
-        with half_grads_kept() if keep_half else contextlib.nullcontext():
-            super()._copy_model_grads_to_main_grads()  # type: ignore[misc]
-
-    def _copy_main_params_to_model_params(self) -> None:
-        # The engine copied every streamed main while it was in a slot.
-        with self._without_streamed_mains():
-            super()._copy_main_params_to_model_params()  # type: ignore[misc]
-
-    @contextlib.contextmanager
-    def _without_streamed_mains(self) -> Iterator[None]:
-        if self._engine is None:
-            yield
-            return
-        kept = self.shard_fp32_from_float16_groups  # type: ignore[has-type]
-        self.shard_fp32_from_float16_groups: list[list[Any]] = [[] for _ in kept]
-        try:
-            yield
-        finally:
-            self.shard_fp32_from_float16_groups = kept
-
-    # ------------------------------------------------------------------ reloading
-
-    def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        if self._engine is None:
-            super()._copy_model_params_to_main_params(state_dict=state_dict)  # type: ignore[misc]
-            return
-        with captured_copies() as sources:
-            super()._copy_model_params_to_main_params(state_dict=state_dict)  # type: ignore[misc]
-        if state_dict is None:
-            self._engine.take_mains_from_model()
-        else:
-            stats = self._engine.write_mains(sources)
-            logger.info("rewrote the main parameters: %s", stats.describe())
-
-    # ------------------------------------------------------------------ moving to the host
-
-    def offload_to_cpu(self) -> None:
-        """Free the slots: nothing else of this optimizer's state is on the device."""
-        if self._engine is None:
-            super().offload_to_cpu()  # type: ignore[misc]
-            return
-        self._engine.drain()
-        self._engine.pool.suspend()
-
-    def restore_from_cpu(self) -> None:
-        """Take the slots again."""
-        if self._engine is None:
-            super().restore_from_cpu()  # type: ignore[misc]
-            return
-        self._engine.pool.resume()
 
 
 @contextlib.contextmanager
@@ -167,9 +51,126 @@ def _warn_once(message: str) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def streamed_class(base: type) -> type:
-    """The streamed variant of a `DistributedOptimizer` class."""
-    return type(f"Streamed{base.__name__}", (StreamedMixin, base), {"__module__": __name__})
+def streamed_class(base: Any) -> Any:
+    """The streamed subclass of a `DistributedOptimizer` class.
+
+    A plain subclass, made where `base` is known: an object of `base` can then be turned into one
+    of it in place, which a second base class would forbid.
+    """
+
+    class Streamed(base):
+        """A `DistributedOptimizer` whose mains and moments are on disk between steps."""
+
+        _runtime: Runtime | None = None
+        _engine: Engine | None = None
+
+        # ------------------------------------------------------------------ construction
+
+        def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            chunks = kwargs.get("model_chunks") or []
+            params = [param for chunk in chunks for param in chunk.parameters()]
+            refuse_unsupported(config, chunks[0].ddp_config if chunks else None, params)
+            with _fork_defers(config):
+                super().__init__(optimizer, config, *args, **kwargs)
+
+        @classmethod
+        def _build_model_and_main_param_groups(cls, *args: Any, **kwargs: Any) -> Any:
+            with mains_deferred():
+                return super()._build_model_and_main_param_groups(*args, **kwargs)
+
+        def start_streaming(self, runtime: Runtime, engine: Engine) -> None:
+            """From here on the inner optimizer's `step` goes through `engine`."""
+            self._runtime, self._engine = runtime, engine
+            self._uninstall_step = install_step(self.optimizer, engine.step)
+
+        @property
+        def engine(self) -> Engine | None:
+            """What streams this optimizer's state; None where this rank owns no parameter."""
+            return self._engine
+
+        @property
+        def last_step_stats(self) -> PassStats | None:
+            """Bytes and seconds of the last pass over the state; None without an engine."""
+            return self._engine.last_stats if self._engine is not None else None
+
+        def close(self) -> None:
+            """Wait for the last writes and remove the state from disk: the last call."""
+            if self._engine is not None and self._runtime is not None:
+                self._uninstall_step()
+                self._runtime.close_engine(self._engine)
+
+        # ------------------------------------------------------------------ the step
+
+        def _copy_model_grads_to_main_grads(self) -> None:
+            keep_half = self._engine is not None and any(
+                buffer.grad_dtype in HALF_DTYPES for buffer in self.buffers
+            )
+            if keep_half and self.grad_scaler is not None:
+                # Unscaling rounds every gradient in fp32 before the norm is taken, so the norm
+                # cannot be had from the half-precision values.
+                _warn_once(
+                    "half-precision gradient buffers with a loss scale: Megatron converts all "
+                    "gradients of this rank to fp32 (4 bytes a parameter) before the step"
+                )
+                keep_half = False
+            with half_grads_kept() if keep_half else contextlib.nullcontext():
+                super()._copy_model_grads_to_main_grads()
+
+        def _copy_main_params_to_model_params(self) -> None:
+            # The engine copied every streamed main while it was in a slot.
+            with self._without_streamed_mains():
+                super()._copy_main_params_to_model_params()
+
+        @contextlib.contextmanager
+        def _without_streamed_mains(self) -> Iterator[None]:
+            if self._engine is None:
+                yield
+                return
+            kept = self.shard_fp32_from_float16_groups
+            self.shard_fp32_from_float16_groups: list[list[Any]] = [[] for _ in kept]
+            try:
+                yield
+            finally:
+                self.shard_fp32_from_float16_groups = kept
+
+        # ------------------------------------------------------------------ reloading
+
+        def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+            if self._engine is None:
+                super()._copy_model_params_to_main_params(state_dict=state_dict)
+                return
+            with captured_copies() as sources:
+                super()._copy_model_params_to_main_params(state_dict=state_dict)
+            if state_dict is None:
+                self._engine.take_mains_from_model()
+            else:
+                stats = self._engine.write_mains(sources)
+                logger.info("rewrote the main parameters: %s", stats.describe())
+
+        # ------------------------------------------------------------------ moving to the host
+
+        def offload_to_cpu(self) -> None:
+            """Free the slots: nothing else of this optimizer's state is on the device."""
+            if self._engine is None:
+                super().offload_to_cpu()
+                return
+            self._engine.drain()
+            self._engine.pool.suspend()
+
+        def restore_from_cpu(self) -> None:
+            """Take the slots again."""
+            if self._engine is None:
+                super().restore_from_cpu()
+                return
+            self._engine.pool.resume()
+
+    Streamed.__name__ = Streamed.__qualname__ = f"Streamed{base.__name__}"
+    return Streamed
+
+
+def is_streamed(optimizer: Any) -> bool:
+    """Whether an optimizer was made or changed by `streamed_class`."""
+    return hasattr(type(optimizer), "start_streaming")
 
 
 # ---------------------------------------------------------------------- bindings

@@ -14,7 +14,7 @@ import torch.distributed
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import EvictedTensor, restore_
-from gds_optimizer.megatron.optimizer import StreamedMixin, bind_shards, streamed_class
+from gds_optimizer.megatron.optimizer import bind_shards, is_streamed, streamed_class
 from gds_optimizer.megatron.refusals import refuse_unsupported
 from gds_optimizer.megatron.shards import distributed_optimizers
 from gds_optimizer.runtime import Part, Runtime
@@ -60,9 +60,7 @@ def _start(optimizers: list[tuple[int, Any]], config: StreamConfig) -> Runtime |
     if not parts:
         return None
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    runtime = Runtime.build(
-        parts, config, device=device, rank=rank, eager=config.init != "lazy"
-    )
+    runtime = Runtime.build(parts, config, device=device, rank=rank, eager=config.init != "lazy")
     engines = dict(zip((id(part.optimizer) for part in parts), runtime.engines, strict=True))
     for _, optimizer in optimizers:
         engine = engines.get(id(optimizer.optimizer))
@@ -101,11 +99,9 @@ def streamed_optimizer(config: StreamConfig | None) -> Iterator[None]:
     class Recorded(streamed_class(original)):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # From now on it is of the class that outlives this block.
-            self.__class__ = streamed_class(original)
+            self.__class__ = streamed_class(original)  # the class that outlives this block
             built.append(self)
 
-    Recorded.__name__ = Recorded.__qualname__ = streamed_class(original).__name__
     module.DistributedOptimizer = Recorded
     try:
         with _layer_wise_noted() as saw_layer_wise:
@@ -187,16 +183,17 @@ def attach(optimizer: Any, config: StreamConfig) -> Any:
         logger.info("%d other optimizers of the chain keep their state where it is", others)
     members = [(index, member) for index, member in members if not member.is_stub_optimizer]
     for _, member in members:
-        if isinstance(member, StreamedMixin):
+        if is_streamed(member):
             raise UnsupportedError("the optimizer is streamed already")
         params = [param for chunk in member.model_chunks for param in chunk.parameters()]
         refuse_unsupported(member.config, member.ddp_config, params)
     with contextlib.ExitStack() as undo:
         resident_bytes = 0
         for _, member in members:
-            undo.enter_context(_restored_on_failure(member))
+            undo.callback(_remember(member))
             resident_bytes += _main_bytes(member)
-            member.__class__ = streamed_class(type(member))
+            base: Any = type(member)
+            member.__class__ = streamed_class(base)
         _start(members, config)
         undo.pop_all()
     if resident_bytes:
@@ -221,23 +218,20 @@ def _main_bytes(member: Any) -> int:
     return sum(main.untyped_storage().nbytes() for main in _half_precision_mains(member))
 
 
-@contextlib.contextmanager
-def _restored_on_failure(member: Any) -> Iterator[None]:
-    """Put class, mains and state of a member back if setting up fails.
-
-    Popped from its stack on success, it never runs.
-    """
+def _remember(member: Any) -> Callable[[], None]:
+    """A function that puts class, mains and state of a member back as they are now."""
     kept = [(main, main.detach()) for main in _half_precision_mains(member)]
     states = [(main, dict(state)) for main, state in member.optimizer.state.items()]
     original = type(member)
-    try:
-        yield
-    except BaseException:
+
+    def put_back() -> None:
         member.__class__ = original
         for main, values in kept:
             if isinstance(main, EvictedTensor):
                 restore_(main, values)
-                main.__class__ = torch.Tensor
+                plain: Any = main
+                plain.__class__ = torch.Tensor
         for main, state in states:
             member.optimizer.state[main] = state
-        raise
+
+    return put_back

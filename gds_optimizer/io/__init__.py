@@ -1,0 +1,54 @@
+"""Moving byte ranges between buffers and files, one way for each `IoPath`."""
+
+from __future__ import annotations
+
+import torch
+
+from gds_optimizer.errors import IoPathError
+from gds_optimizer.io.base import (
+    PAGE_BYTES,
+    BucketFile,
+    IoBackend,
+    IoPath,
+    Transfer,
+    check_transfer,
+)
+from gds_optimizer.io.cufile import CuFileBackend
+from gds_optimizer.io.direct import DirectBackend, allocate_host_buffer
+
+__all__ = [
+    "PAGE_BYTES",
+    "BucketFile",
+    "CuFileBackend",
+    "DirectBackend",
+    "IoBackend",
+    "IoPath",
+    "Transfer",
+    "allocate_host_buffer",
+    "check_transfer",
+    "make_backend",
+]
+
+
+def make_backend(
+    io_path: IoPath, *, device: str | torch.device, threads: int, task_size_bytes: int
+) -> IoBackend:
+    """The backend of an I/O path.
+
+    Args:
+        io_path: which way bytes take. It is taken or refused, never replaced.
+        device: where buffers live: the CPU for `host`, CUDA for `gds` and `gds-compat`, either
+            for `posix`.
+        threads: requests in flight at a time, at least 1.
+        task_size_bytes: most bytes of one request, a positive multiple of 4096.
+
+    Raises:
+        IoPathError: the path cannot serve that device, or KvikIO or the NVIDIA driver is missing.
+        ForkedError: KvikIO was used by the process that forked this one.
+        ValueError: a size or number outside its range.
+    """
+    if io_path is not IoPath.HOST:
+        return CuFileBackend(io_path, device, threads=threads, task_size_bytes=task_size_bytes)
+    if torch.device(device).type != "cpu":
+        raise IoPathError(f"the I/O path host moves host memory, got buffers on {device}")
+    return DirectBackend(threads, task_size_bytes)

@@ -1,0 +1,346 @@
+"""KvikIO's CuFile: GPUDirect Storage, cuFile's compatibility mode, and KvikIO's POSIX mode.
+
+Scope: exact byte ranges between one buffer and one file, with KvikIO's and cuFile's traps closed.
+Anti-scope: it neither proves that GPUDirect Storage works here (cuFile can spin for ever where it
+does not, so a probe in a child process comes first) nor falls back to anything.
+
+KvikIO is imported when a backend is made. Its settings belong to the whole process: the backend
+that was made last decides the number of threads and the size of the bounce buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gds_optimizer.errors import IoPathError
+from gds_optimizer.io.base import IoPath
+from gds_optimizer.io.tasks import (
+    Outcome,
+    Task,
+    TaskBackend,
+    TaskFile,
+    check_process,
+    open_direct,
+    open_error,
+)
+
+POLL_S = 0.0002
+"""Seconds between two looks at a future: KvikIO's can be asked, or waited for without limit."""
+
+_settings_lock = threading.RLock()
+_backends: weakref.WeakSet[CuFileBackend] = weakref.WeakSet()
+
+
+def _import_kvikio(io_path: IoPath) -> Any:
+    """KvikIO, once it and the driver library are known to load.
+
+    Raises:
+        IoPathError: either cannot be loaded, or KvikIO is too old.
+        ForkedError: a process that has used KvikIO forked this one.
+    """
+    # Where nobody asked for cuFile's log, do not leave one in the working directory.
+    os.environ.setdefault("CUFILE_LOGFILE_PATH", os.devnull)
+    extra = "cu12" if (torch.version.cuda or "").startswith("12.") else "cu13"
+    install = f"pip install 'gds-optimizer[{extra}]'"
+    try:
+        import kvikio
+        import kvikio.defaults
+    except ImportError as error:
+        raise IoPathError(
+            f"the I/O path {io_path} needs KvikIO, which cannot be imported ({error}): {install}"
+        ) from error
+    if not hasattr(kvikio, "SummaryMonitor"):
+        raise IoPathError(
+            f"the I/O path {io_path} needs KvikIO 26.10 or later, which says which way bytes "
+            f"went, got {kvikio.__version__}: {install}"
+        )
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise IoPathError(
+            f"the I/O path {io_path} needs the NVIDIA driver, whose library cannot be loaded "
+            f"({error}): use the path host, or run where the driver is (docker: --gpus)"
+        ) from error
+    check_process(_claim_kvikio(), "KvikIO")
+    return kvikio
+
+
+@functools.cache
+def _claim_kvikio() -> int:
+    """The process that uses KvikIO: this one at the first call. A forked child inherits it."""
+    os.register_at_fork(after_in_child=_make_child_hook())
+    return os.getpid()
+
+
+def _make_child_hook() -> Callable[[], None]:
+    """What makes a forked child leave its parent's KvikIO alone, also when the child exits.
+
+    KvikIO's threads do not exist in the child. Its destructors do, and would join those threads
+    for ever or deregister the parent's files and buffers: so no KvikIO object is ever destroyed
+    there, and the child leaves by `_exit`, as those of `multiprocessing` do, once the interpreter
+    is finalised, with the exit status that it would have had.
+    """
+    hold = ctypes.pythonapi.Py_IncRef
+    # Looked up before the fork: in the child, the loader's lock may be held by a thread of old.
+    libc = ctypes.CDLL(None)
+    on_exit = getattr(libc, "on_exit", None)  # not every C library has it
+    leave, flush, at_exit = libc._exit, libc.fflush, libc["__cxa_atexit"]
+
+    def after_fork_in_child() -> None:
+        for backend in list(_backends):
+            for owner in (backend, *backend.files):
+                hold(ctypes.py_object(owner))
+        if on_exit is not None:
+            # Handlers run from the last to the first, and before destructors of static objects.
+            on_exit(leave, None)  # calls _exit(status)
+            at_exit(flush, None, None)  # calls fflush(NULL)
+
+    return after_fork_in_child
+
+
+def _set_kvikio(kvikio: Any, **wanted: Any) -> dict[str, Any]:
+    """Change settings of KvikIO, for the whole process; nothing else in this package does.
+
+    Only what differs is set: setting the number of threads restarts them.
+
+    Returns:
+        The previous values of what was changed.
+    """
+    previous = {}
+    with _settings_lock:
+        for name, value in wanted.items():
+            current = kvikio.defaults.get(name)
+            if current != value:
+                kvikio.defaults.set(name, value)
+                previous[name] = current
+    return previous
+
+
+class _FutureTask:
+    """A request in KvikIO's thread pool."""
+
+    def __init__(self, future: Any) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return bool(self._future.done())
+
+    def sleep(self, limit_s: float | None) -> None:
+        time.sleep(POLL_S if limit_s is None else min(POLL_S, limit_s))
+
+    def outcome(self) -> Outcome:
+        try:
+            return Outcome(self._future.get())
+        except (OSError, RuntimeError, MemoryError, ValueError) as error:
+            return Outcome(0, str(error))
+
+
+class CuFileFile(TaskFile):
+    """An open `kvikio.CuFile`; made by `CuFileBackend.open`."""
+
+    def __init__(self, path: Path, backend: CuFileBackend, cufile: Any) -> None:
+        super().__init__(path, backend)
+        self._cufile = cufile
+        self._kvikio = backend.kvikio
+        self._is_host = backend.device.type == "cpu"
+
+    def start_task(self, operation: str, buffer: torch.Tensor, file_offset: int) -> Task:
+        # KvikIO asks these again at every request, and they are anybody's to change.
+        _set_kvikio(self._kvikio, auto_direct_io_read=True, auto_direct_io_write=True)
+        nbytes = buffer.numel()
+        start = self._cufile.pread if operation == "read" else self._cufile.pwrite
+        # One request, one KvikIO task: the last of several would hold a thread of the pool until
+        # the others have ended, and a failure would not say how much has been moved.
+        if self._is_host:
+            return _FutureTask(start(buffer.numpy(), nbytes, file_offset, nbytes))
+        with torch.cuda.device(buffer.device):
+            return _FutureTask(start(buffer, nbytes, file_offset, nbytes))
+
+    def fileno(self) -> int:
+        """The descriptor without O_DIRECT; -1 once the file is closed."""
+        return int(self._cufile.fileno())
+
+    def release(self) -> None:
+        self._cufile.close()
+
+
+class CuFileBackend(TaskBackend):
+    """`IoPath.GDS`, `IoPath.GDS_COMPAT` and `IoPath.POSIX`, by KvikIO.
+
+    In POSIX mode with device buffers KvikIO pins up to `threads * task_size_bytes` bytes of host
+    memory for bounce buffers.
+
+    Args:
+        io_path: one of the three. Which of `GDS` and `GDS_COMPAT` it is, is decided by cuFile's
+            configuration, before its first use; the difference here is what `counters` says.
+        device: where buffers must live; the host ("cpu") in POSIX mode only.
+        threads: requests in flight at a time.
+        task_size_bytes: most bytes of one request, a positive multiple of 4096.
+
+    Raises:
+        IoPathError: KvikIO, the driver or the device is not to be had.
+        ForkedError: a process that has used KvikIO forked this one.
+        ValueError: a size, number or path outside its range.
+    """
+
+    def __init__(
+        self,
+        io_path: IoPath,
+        device: str | torch.device,
+        *,
+        threads: int,
+        task_size_bytes: int,
+    ) -> None:
+        if io_path not in (IoPath.GDS, IoPath.GDS_COMPAT, IoPath.POSIX):
+            raise ValueError(f"io_path is {io_path}, wanted gds, gds-compat or posix")
+        device = torch.device(device)
+        _check_device_type(io_path, device)
+        self.kvikio = _import_kvikio(io_path)
+        super().__init__(
+            io_path,
+            _with_index(io_path, device),
+            threads=threads,
+            task_size_bytes=task_size_bytes,
+        )
+        self._uses_cufile = io_path is not IoPath.POSIX
+        self._registered: set[int] = set()
+        _set_kvikio(
+            self.kvikio,
+            num_threads=threads,
+            task_size=task_size_bytes,
+            # A smaller bounce buffer would cut every task again, a larger one pin more memory.
+            bounce_buffer_size=task_size_bytes,
+            # Below the threshold KvikIO leaves cuFile and its threads aside.
+            gds_threshold=0,
+            auto_direct_io_read=True,
+            auto_direct_io_write=True,
+        )
+        self._monitor = self.kvikio.SummaryMonitor()
+        _backends.add(self)
+
+    @contextlib.contextmanager
+    def _compat_mode(self) -> Iterator[None]:
+        """KvikIO's mode for what is opened or registered inside; AUTO could fall back silently."""
+        modes = self.kvikio.CompatMode
+        with _settings_lock:
+            previous = _set_kvikio(
+                self.kvikio, compat_mode=modes.OFF if self._uses_cufile else modes.ON
+            )
+            try:
+                yield
+            finally:
+                _set_kvikio(self.kvikio, **previous)
+
+    def open_file(self, path: Path) -> CuFileFile:
+        os.close(open_direct(path))  # what the system refuses, it says better than KvikIO
+        try:
+            with self._compat_mode():
+                cufile = self.kvikio.CuFile(path, "r+")
+        except RuntimeError as error:
+            raise open_error(path, f"KvikIO says: {error}") from error
+        if not cufile.is_direct_io_supported():
+            cufile.close()
+            raise open_error(path, "KvikIO has opened it without O_DIRECT")
+        return CuFileFile(path, self, cufile)
+
+    def register(self, buffer: torch.Tensor) -> None:
+        """Pin a device buffer for GPUDirect Storage; in POSIX mode nothing.
+
+        cuFile registers the whole allocation that the buffer is in.
+
+        Raises:
+            IoPathError: cuFile refuses it.
+        """
+        self.check_usable()
+        if not self._uses_cufile:
+            return
+        try:
+            with self._compat_mode(), torch.cuda.device(buffer.device):
+                self.kvikio.memory_register(buffer)
+        except RuntimeError as error:
+            raise IoPathError(
+                f"cuFile cannot register a buffer of {buffer.numel()} bytes on {buffer.device} "
+                f"for the I/O path {self.io_path}: {error}; use the path posix"
+            ) from error
+        self._registered.add(buffer.data_ptr())
+
+    def deregister(self, buffer: torch.Tensor) -> None:
+        """Undo `register`; a buffer that is not registered is left alone.
+
+        Raises:
+            IoPathError: cuFile refuses it.
+        """
+        check_process(self.pid, f"the {self.io_path} I/O backend")
+        if buffer.data_ptr() not in self._registered:
+            return
+        self._registered.discard(buffer.data_ptr())
+        try:
+            with self._compat_mode(), torch.cuda.device(buffer.device):
+                self.kvikio.memory_deregister(buffer)
+        except RuntimeError as error:
+            raise IoPathError(
+                f"cuFile cannot deregister a buffer of {buffer.numel()} bytes on "
+                f"{buffer.device}: {error}"
+            ) from error
+
+    def counters(self) -> dict[str, int]:
+        """Bytes that completed transfers moved, by the way that KvikIO says they went.
+
+        KvikIO counts bytes by way, for the whole process, but not by way and direction. While
+        one way has carried everything since this backend was made, that is where ours went:
+        "posix.read" and "posix.write" (or "gds", "gds-compat"). Once there are several, each
+        gets a ".total", which includes what others in this process moved through KvikIO. "gds"
+        means handed to cuFile; what cuFile made of it, the probe tells.
+        """
+        check_process(self.pid, f"the {self.io_path} I/O backend")
+        totals = {}
+        for backend, summary in self._monitor.get().by_backend.items():
+            if summary["bytes_transferred"]:
+                way = backend.lower()
+                if way == "gds" and self.io_path is IoPath.GDS_COMPAT:
+                    way = "gds-compat"
+                totals[way] = summary["bytes_transferred"]
+        if len(totals) == 1:
+            (way,) = totals
+            return {f"{way}.{operation}": count for operation, count in self.moved_bytes.items()}
+        return {f"{way}.total": count for way, count in totals.items()}
+
+    def release(self) -> None:
+        self._monitor.stop()
+
+
+def _check_device_type(io_path: IoPath, device: torch.device) -> None:
+    if device.type == "cpu" and io_path is not IoPath.POSIX:
+        raise IoPathError(
+            f"the I/O path {io_path} moves device memory, got buffers on the CPU: use the path host"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise IoPathError(f"the I/O path {io_path} serves CUDA devices, got {device}")
+
+
+def _with_index(io_path: IoPath, device: torch.device) -> torch.device:
+    """A CUDA device with its index; the CPU as it is.
+
+    Raises:
+        IoPathError: there is no such device.
+    """
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count()
+    index: int | None = device.index
+    if index is None and count:
+        index = torch.cuda.current_device()
+    if index is None or index >= count:
+        raise IoPathError(f"the I/O path {io_path} needs device {device}, but {count} are visible")
+    return torch.device("cuda", index)

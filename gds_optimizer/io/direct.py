@@ -1,0 +1,126 @@
+"""Direct I/O between host memory and files: O_DIRECT, preadv and pwritev, a pool of threads.
+
+For machines without a GPU, and for state that is stepped on the CPU. It needs nothing but the
+kernel.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gds_optimizer.io.base import PAGE_BYTES, IoPath
+from gds_optimizer.io.tasks import Outcome, Task, TaskBackend, TaskFile, open_direct
+
+
+def allocate_host_buffer(nbytes: int) -> torch.Tensor:
+    """Zeroed, page-aligned, pageable host memory that lives as long as a tensor refers to it.
+
+    Args:
+        nbytes: its size in bytes, at least 1.
+
+    Returns:
+        1-D uint8 tensor on the CPU, of shape (nbytes,), whose address is a multiple of 4096.
+
+    Raises:
+        ValueError: `nbytes` is not positive.
+        OSError: the system has not that much memory.
+    """
+    if nbytes <= 0:
+        raise ValueError(f"wanted a buffer of at least 1 byte, got {nbytes}")
+    # Private: in a forked child, writing to it must not change the parent's bytes.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _move(fd: int, operation: str, view: memoryview, file_offset: int) -> Outcome:
+    """Move the bytes of `view`; fewer only at the end of the file or with a failure."""
+    call = os.preadv if operation == "read" else os.pwritev
+    moved = 0
+    while moved < len(view):
+        try:
+            count = call(fd, [view[moved:]], file_offset + moved)
+        except OSError as error:
+            return Outcome(moved, f"{error.strerror} (errno {error.errno})")
+        moved += count
+        # What follows a part of a page cannot be asked for directly, and need not be: only the
+        # end of the file cuts a page.
+        if count == 0 or moved % PAGE_BYTES:
+            break
+    return Outcome(moved)
+
+
+class _ThreadTask:
+    """A call that a pool's thread makes."""
+
+    def __init__(self, future: futures.Future[Outcome]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def sleep(self, limit_s: float | None) -> None:
+        futures.wait([self._future], limit_s)
+
+    def outcome(self) -> Outcome:
+        return self._future.result()
+
+
+class DirectFile(TaskFile):
+    """A file open with O_DIRECT; made by `DirectBackend.open`."""
+
+    def __init__(self, path: Path, backend: DirectBackend, fd: int) -> None:
+        super().__init__(path, backend)
+        self._fd = fd
+        self._executor = backend.executor
+
+    def start_task(self, operation: str, buffer: torch.Tensor, file_offset: int) -> Task:
+        array: Any = buffer.numpy()  # NumPy's stubs do not say that it is a buffer
+        view = memoryview(array)
+        return _ThreadTask(self._executor.submit(_move, self._fd, operation, view, file_offset))
+
+    def fileno(self) -> int:
+        """The O_DIRECT descriptor; -1 once the file is closed."""
+        return self._fd
+
+    def release(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+    def __del__(self) -> None:
+        # Nothing is in flight here, since a transfer in flight holds its file.
+        if not self.is_closed and os.getpid() == self.pid:
+            os.close(self._fd)
+
+
+class DirectBackend(TaskBackend):
+    """`IoPath.HOST`: direct I/O on buffers in host memory.
+
+    Args:
+        threads: requests in flight at a time.
+        task_size_bytes: most bytes of one request, a positive multiple of 4096.
+
+    Raises:
+        ValueError: a size or number outside its range.
+    """
+
+    def __init__(self, threads: int, task_size_bytes: int) -> None:
+        super().__init__(
+            IoPath.HOST, torch.device("cpu"), threads=threads, task_size_bytes=task_size_bytes
+        )
+        self.executor = futures.ThreadPoolExecutor(threads, "gds-optimizer-io")
+
+    def open_file(self, path: Path) -> DirectFile:
+        return DirectFile(path, self, open_direct(path))
+
+    def counters(self) -> dict[str, int]:
+        """Bytes that completed transfers moved: "host.read" and "host.write"."""
+        return {f"host.{operation}": count for operation, count in self.moved_bytes.items()}
+
+    def release(self) -> None:
+        self.executor.shutdown()

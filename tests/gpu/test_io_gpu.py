@@ -1,0 +1,127 @@
+"""KvikIO on device buffers: POSIX mode, and cuFile's calls with registered buffers."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from gds_optimizer.errors import IoPathError
+from gds_optimizer.io import PAGE_BYTES, CuFileBackend, IoPath, make_backend
+from tests.support import io_backends
+from tests.support.io_conformance import MIB, IoConformance, noise, put, run_process
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries():
+    for name in ("kvikio", "cupy"):
+        pytest.importorskip(name, reason=f"needs {name}")
+
+
+@functools.cache
+def why_cufile_does_not_work(root: Path) -> str:
+    """Empty if cuFile opens a file on the disk under `root`; asked of another process.
+
+    In a container that lacks what it looks for, cuFile can spin for ever.
+    """
+    with tempfile.TemporaryDirectory(dir=root) as directory:
+        try:
+            done = run_process("gds-compat", "open", Path(directory), timeout_s=60)
+        except subprocess.TimeoutExpired:
+            return "needs cuFile, which does not answer here (are /proc/modules, /run/udev there?)"
+    return f"needs cuFile, which fails here: {done.stderr[-500:]}" if done.returncode else ""
+
+
+@pytest.fixture(scope="module")
+def _cufile(tmp_path_factory):
+    root = tmp_path_factory.mktemp("cufile")
+    io_backends.allow_cufile_compat_mode(root)
+    reason = why_cufile_does_not_work(root)
+    if reason:
+        pytest.skip(reason)
+
+
+class TestPosixOnDeviceBuffers(IoConformance):
+    kind = "posix-cuda"
+    way = "posix"
+
+
+@pytest.mark.usefixtures("_cufile")
+class TestCufileOnRegisteredBuffers(IoConformance):
+    kind = "gds-compat"
+    way = "gds-compat"
+    failure_words = "Unable to write file"
+    is_registered = True
+
+
+@pytest.mark.usefixtures("_cufile")
+class TestCufileOnOtherBuffers(IoConformance):
+    kind = "gds-compat"
+    way = "gds-compat"
+    failure_words = "Unable to write file"
+
+
+def test_make_backend_knows_the_device():
+    backend = make_backend(IoPath.POSIX, device="cuda", threads=2, task_size_bytes=PAGE_BYTES)
+    assert isinstance(backend, CuFileBackend)
+    assert backend.device == torch.device("cuda", torch.cuda.current_device())
+    backend.close()
+
+
+def test_host_buffers_are_refused(tmp_path):
+    backend = io_backends.make("posix-cuda")
+    file = backend.open(io_backends.create_file(tmp_path / "bucket.bin", MIB))
+    with pytest.raises(ValueError, match="wanted a buffer on cuda:0, got one on cpu"):
+        file.write(torch.zeros(MIB, dtype=torch.uint8), 0)
+    backend.close()
+
+
+def test_every_device_is_served_whatever_the_current_one(tmp_path):
+    """On a machine with one GPU it is that one; with more, those that are not current too."""
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        backend = make_backend(IoPath.POSIX, device=device, threads=2, task_size_bytes=MIB)
+        file = backend.open(io_backends.create_file(tmp_path / f"{index}.bin", 4 * MIB))
+        buffer = put(io_backends.allocate(device, 4 * MIB), noise(4 * MIB))
+        file.write(buffer, 0).wait()
+        put(buffer, torch.zeros(4 * MIB, dtype=torch.uint8))
+        file.read(buffer, 0).wait()
+        assert torch.equal(buffer.cpu(), noise(4 * MIB))
+        assert torch.cuda.current_device() == 0
+        backend.close()
+
+
+def test_a_read_is_visible_to_every_stream(tmp_path):
+    backend = io_backends.make("posix-cuda")
+    file = backend.open(io_backends.create_file(tmp_path / "bucket.bin", 32 * MIB))
+    buffer = io_backends.allocate(backend.device, 32 * MIB)
+    stream = torch.cuda.Stream()
+    for seed in range(5):
+        file.write(put(buffer, noise(32 * MIB, seed)), 0).wait()
+        put(buffer, torch.zeros(32 * MIB, dtype=torch.uint8))
+        file.read(buffer, 0).wait()
+        with torch.cuda.stream(stream):
+            copied = buffer.clone()
+        stream.synchronize()
+        assert torch.equal(copied.cpu(), noise(32 * MIB, seed))
+    backend.close()
+
+
+@pytest.mark.usefixtures("_cufile")
+def test_a_buffer_that_cufile_cannot_register():
+    backend = io_backends.make("gds-compat")
+    buffer = io_backends.allocate(backend.device, MIB)
+    backend.register(buffer)
+    with pytest.raises(IoPathError, match=f"cannot register a buffer of {MIB} bytes on cuda:0"):
+        backend.register(buffer)
+    backend.deregister(buffer)
+    backend.deregister(buffer)  # left alone
+    backend.register(buffer)
+    backend.deregister(buffer)
+    backend.close()

@@ -1,0 +1,17 @@
+"""Tests against megatron-core: the installed one, or that in GDS_OPTIMIZER_TEST_MEGATRON."""
+
+import os
+import sys
+
+if __name__ != "tests.megatron":
+    # With tests/ itself on the path this package would be `megatron` and hide megatron-core.
+    raise ImportError(
+        f"this package was imported as {__name__!r}, wanted 'tests.megatron': put the repository, "
+        "not its tests directory, on sys.path"
+    )
+
+MEGATRON_PATH = os.environ.get("GDS_OPTIMIZER_TEST_MEGATRON") or None
+"""Directory that holds `megatron/core`, or None for the installed version."""
+
+if MEGATRON_PATH and MEGATRON_PATH not in sys.path:
+    sys.path.insert(0, MEGATRON_PATH)

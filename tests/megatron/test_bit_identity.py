@@ -1,0 +1,139 @@
+"""Streamed and resident training give the same bits: losses, parameters, mains, moments, counters.
+
+Every case trains twice in the same processes, resident and streamed, for 20 steps, in buckets so
+small that every parameter larger than a bucket is split.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
+from tests.megatron.harness import run_ranks
+from tests.megatron.streaming import Comparison, Streaming, compare_all
+
+pytestmark = pytest.mark.megatron
+
+STEPS = 20
+SKIPPED = 9
+BUCKETS: dict[str, Any] = {"overlap": True, "ddp_bucket_size": 4096}
+# The step before the skipped one, the skipped one, the next, the last.
+AROUND_SKIP = Streaming(states_at=(SKIPPED - 1, SKIPPED, SKIPPED + 1, -1))
+
+
+def gpt(**options: Any) -> TinyGptConfig:
+    return TinyGptConfig(steps=STEPS, schedule="changing", hidden=48, **options)
+
+
+DEFAULT = Streaming()
+ONE_RANK: dict[str, tuple[TinyGptConfig, Streaming]] = {
+    "basic": (gpt(), Streaming(states_at=(0, 1, -1))),
+    "fused_step_convention": (gpt(inner_optimizer="fused", experts=4), DEFAULT),
+    "tight_clipping": (gpt(clip_grad=0.05), DEFAULT),
+    "no_clipping": (gpt(clip_grad=0.0), DEFAULT),
+    "swiglu": (gpt(swiglu=True), DEFAULT),
+    "tied": (gpt(tied_embeddings=True), DEFAULT),
+    "mixed_dtype": (gpt(mixed_dtype=True), DEFAULT),
+    "mixed_dtype_moe": (gpt(mixed_dtype=True, experts=4), DEFAULT),
+    "moe": (gpt(experts=4), DEFAULT),
+    "moe_one_slot": (gpt(experts=4), Streaming(slots=1)),
+    "moe_two_slots": (gpt(experts=4), Streaming(slots=2)),
+    "bf16_gradients": (gpt(grad_reduce_in_fp32=False, clip_grad=0.3), DEFAULT),
+    "bf16_gradients_fused": (
+        gpt(grad_reduce_in_fp32=False, inner_optimizer="fused", mixed_dtype=True),
+        DEFAULT,
+    ),
+    "bf16_gradients_loss_scale": (gpt(grad_reduce_in_fp32=False, loss_scale=8.0), DEFAULT),
+    "overlap": (gpt(**BUCKETS), DEFAULT),
+    "overlap_bf16_gradients": (gpt(**BUCKETS, grad_reduce_in_fp32=False), DEFAULT),
+    "fp16_skip": (gpt(fp16=True, skip_step_at=SKIPPED), AROUND_SKIP),
+    "fp16_gradients_skip": (
+        gpt(fp16=True, skip_step_at=SKIPPED, grad_reduce_in_fp32=False),
+        AROUND_SKIP,
+    ),
+    "loss_scale_skip_fused": (
+        gpt(loss_scale=8.0, skip_step_at=SKIPPED, inner_optimizer="fused"),
+        AROUND_SKIP,
+    ),
+    "skip_the_first": (gpt(fp16=True, skip_step_at=0), Streaming(states_at=(0, 1, -1))),
+    "frozen": (gpt(frozen=("embedding", "layers.0.")), DEFAULT),
+    "frozen_experts": (gpt(experts=4, frozen=("experts",)), DEFAULT),
+    "all_frozen": (gpt(frozen=("",)), DEFAULT),
+    "lazy": (gpt(), Streaming(init="lazy", states_at=(0, -1))),
+    "lazy_bf16_gradients_moe": (
+        gpt(experts=4, grad_reduce_in_fp32=False, **BUCKETS),
+        Streaming(init="lazy"),
+    ),
+    "one_large_bucket": (gpt(mixed_dtype=True), Streaming(bucket_size=2**24, states_at=(0, -1))),
+    "attached": (gpt(experts=4, mixed_dtype=True), Streaming(attach=True, states_at=(0, -1))),
+    "attached_fused": (gpt(inner_optimizer="fused"), Streaming(attach=True)),
+}
+TWO_RANKS: dict[str, tuple[TinyGptConfig, Streaming]] = {
+    "dp": (gpt(), DEFAULT),
+    "dp_overlap": (gpt(**BUCKETS), DEFAULT),
+    "dp_overlap_mixed_dtype_moe": (gpt(**BUCKETS, mixed_dtype=True, experts=4), DEFAULT),
+    "dp_bf16_gradients": (gpt(**BUCKETS, grad_reduce_in_fp32=False, clip_grad=0.3), DEFAULT),
+    "dp_fused": (gpt(inner_optimizer="fused"), DEFAULT),
+    "dp_fp16_skip": (gpt(fp16=True, skip_step_at=SKIPPED), AROUND_SKIP),
+    "dp_frozen": (gpt(frozen=("embedding", "layers.0.")), DEFAULT),
+    "dp_one_small_param": (
+        gpt(frozen=("embedding", "output", "linear", "layers.0", "final", "input", "norm.bias")),
+        DEFAULT,
+    ),
+    "dp_lazy": (gpt(), Streaming(init="lazy")),
+    "tp": (gpt(tensor_parallel=2, swiglu=True), DEFAULT),
+    "tp_tied": (gpt(tensor_parallel=2, tied_embeddings=True, **BUCKETS), DEFAULT),
+    "tp_bf16_gradients": (gpt(tensor_parallel=2, grad_reduce_in_fp32=False), DEFAULT),
+    "ep": (gpt(experts=4, expert_parallel=2), DEFAULT),
+    "ep_fused_overlap": (
+        gpt(experts=4, expert_parallel=2, inner_optimizer="fused", **BUCKETS),
+        DEFAULT,
+    ),
+    "pp_tied": (gpt(pipeline_parallel=2, tied_embeddings=True), DEFAULT),
+}
+CASES = [(1, name) for name in ONE_RANK] + [(2, name) for name in TWO_RANKS]
+
+
+@pytest.fixture(scope="module")
+def comparisons(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[int, str], list[Comparison]]:
+    found = {}
+    for world_size, cases in ((1, ONE_RANK), (2, TWO_RANKS)):
+        directory = str(tmp_path_factory.mktemp(f"state{world_size}"))
+        ranks = run_ranks(world_size, compare_all, cases, directory, timeout_s=900)
+        for name in cases:
+            found[world_size, name] = [rank[name] for rank in ranks]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{size}-{name}" for size, name in CASES])
+def test_streamed_equals_resident(comparisons, case):
+    for comparison in comparisons[case]:
+        assert not comparison.error, comparison.error
+
+
+def test_parameters_are_split(comparisons):
+    """The small buckets do what they are for."""
+    for comparison in comparisons[1, "basic"]:
+        assert comparison.bucket_count > 20
+        assert comparison.split_shards > 8
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{size}-{name}" for size, name in CASES])
+def test_closing_leaves_nothing_on_disk(comparisons, case):
+    assert [comparison.leftovers for comparison in comparisons[case]] == [[]] * case[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "skipped"),
+    [((1, "fp16_skip"), SKIPPED), ((2, "dp_fp16_skip"), SKIPPED), ((1, "skip_the_first"), 0)],
+    ids=["one", "two", "first"],
+)
+def test_the_skipped_step_was_skipped(comparisons, case, skipped):
+    for comparison in comparisons[case]:
+        assert [s.success for s in comparison.resident.steps] == [
+            step != skipped for step in range(STEPS)
+        ]
