@@ -90,7 +90,12 @@ class StreamConfig:
         directories: Any = self.directories
         if isinstance(directories, str | Path):
             directories = (directories,)
-        paths = tuple(Path(d).absolute() for d in directories)
+        try:
+            paths = tuple(Path(d).absolute() for d in directories)
+        except TypeError:
+            raise ConfigError(
+                f"directories is {self.directories!r}, wanted paths of directories"
+            ) from None
         object.__setattr__(self, "directories", paths)
         for name in ("bucket_size", "io_task_size"):
             try:
@@ -115,8 +120,15 @@ class StreamConfig:
             raise ConfigError(
                 f"io_task_size is {self.io_task_size}, wanted a multiple of {PAGE_BYTES}"
             )
-        if not self.io_timeout_s > 0:
-            raise ConfigError(f"io_timeout_s is {self.io_timeout_s}, wanted more than 0")
+        timeout_s: Any = self.io_timeout_s
+        if (
+            isinstance(timeout_s, bool)
+            or not isinstance(timeout_s, int | float)
+            or not timeout_s > 0
+        ):
+            raise ConfigError(f"io_timeout_s is {timeout_s!r}, wanted a number of seconds more than 0")
+        if not isinstance(self.allow_tmpfs, bool):
+            raise ConfigError(f"allow_tmpfs is {self.allow_tmpfs!r}, wanted True or False")
 
     def _check_choice(self, name: str, choices: Iterable[str]) -> None:
         if getattr(self, name) not in choices:

@@ -18,6 +18,7 @@ import torch
 
 from gds_optimizer.codecs import get_codec
 from gds_optimizer.errors import (
+    ClosedError,
     CorruptBucketError,
     GdsOptimizerError,
     StepFailedError,
@@ -174,6 +175,7 @@ class Engine:
         # Buckets whose main plane is out of date: the model's parameters hold the values.
         self._main_from_model = [False] * len(self.layout.buckets)
         self._has_state = [False] * len(plan.bindings)
+        self._materialized = 0  # blocks of `materialized` that are open
         self._pieces = [self._bind(bucket) for bucket in self.layout.buckets]
         # An optimizer counts steps of an empty parameter too; it just has nothing to stream.
         self._streamed = {piece.binding for pieces in self._pieces for piece in pieces}
@@ -242,18 +244,27 @@ class Engine:
         if self._failure is not None:
             raise self._failure
 
+    def _check_slots(self) -> None:
+        if self.layout.buckets and not self.pool.slots:
+            raise ClosedError(
+                f"the slots of the optimizer state in {self.store.directories[0]} were given back "
+                "to the device: take them again (`restore_from_cpu`) before its next use"
+            )
+
     def _fail(self, what: str, error: BaseException) -> NoReturn:
         """Mark the store as torn and raise what callers get to see."""
-        done = [i for i, record in enumerate(self._records) if record.step > self.steps]
-        held = (
-            f"no bucket holds step {self.steps + 1}"
-            if not done
-            else f"{len(done)} of {len(self._records)} buckets hold step {self.steps + 1}, the "
-            f"others step {self.steps} or earlier"
-        )
+        torn = sorted(self.pipeline.unfinished_writes)
+        done = [
+            index
+            for index, record in enumerate(self._records)
+            if record.step > self.steps and index not in torn
+        ]
+        held = f"{len(done)} of {len(self._records)} buckets hold step {self.steps + 1}"
+        if torn:
+            held += f", the last write of {_numbered(torn)} did not complete"
         self._failure = StepFailedError(
-            f"{what} failed: {error}. All transfers have ended; {held}. The state in "
-            f"{', '.join(map(str, self.store.directories))} is not usable: close the optimizer "
+            f"{what} failed: {error}. {held}, the others step {self.steps} or earlier. The state "
+            f"in {', '.join(map(str, self.store.directories))} is not usable: close the optimizer "
             "and resume from the last checkpoint"
         )
         if not isinstance(error, Exception):
@@ -264,6 +275,7 @@ class Engine:
     def _pass(self, what: str) -> Iterator[PassClock]:
         """A pass over buckets that writes: statistics, the compute stream, failure."""
         self.check_usable()
+        self._check_slots()
         clock = PassClock(str(self.pool.backend.io_path))
         try:
             with torch.no_grad(), self.pool.computing():
@@ -364,6 +376,11 @@ class Engine:
             raise UnsupportedError(
                 f"{len(unknown)} parameters were added to the optimizer after its state was "
                 "set up for streaming: build the optimizer anew with all parameters"
+            )
+        if self._materialized:
+            raise UnsupportedError(
+                "an optimizer step inside `materialized` would be undone when the block writes its "
+                "values back: step outside of it"
             )
         grads = {
             index: grad
@@ -652,6 +669,7 @@ class Engine:
         Planes that were never written are zero. The tensors are good during the call only.
         """
         self.check_usable()
+        self._check_slots()
 
         def read(index: int, slot: Slot, from_disk: bool) -> Ranges:
             needed = self._needed(index)
@@ -753,9 +771,11 @@ class Engine:
         self.read_planes(collect, buckets)
         for index, main in chosen.items():
             restore_(main, values[index])
+        self._materialized += 1
         try:
             yield
         finally:
+            self._materialized -= 1
             for index, main in chosen.items():
                 # Code may have put another tensor in the place of ours.
                 values[index] = main.detach().as_subclass(torch.Tensor)
@@ -788,6 +808,12 @@ class Engine:
             _close(self.pipeline, self.store)
 
 
+def _numbered(buckets: Sequence[int]) -> str:
+    """"bucket 3" or "buckets 1, 2, 3, 4, ..."."""
+    shown = ", ".join(map(str, buckets[:4])) + (", ..." if len(buckets) > 4 else "")
+    return f"bucket{'s' if len(buckets) > 1 else ''} {shown}"
+
+
 def _in_place(main: torch.Tensor) -> torch.Tensor:
     """A plain tensor over the values of a main that stays on the device, or over no values."""
     if main.numel() == 0:
@@ -797,6 +823,7 @@ def _in_place(main: torch.Tensor) -> torch.Tensor:
 
 def _close(pipeline: Pipeline, store: Store) -> None:
     try:
-        pipeline.forget()
+        if not store.is_foreign:  # a forked child has no part in its parent's transfers
+            pipeline.forget()
     finally:
         store.close()

@@ -173,7 +173,9 @@ def file_bytes_per_element(planes: Sequence[PlaneSpec]) -> float:
 
 
 def bucket_numel_for(bucket_size_bytes: int, spaces: Sequence[SpaceSpec]) -> int:
-    """Largest bucket length whose planes fit `bucket_size_bytes` in every space.
+    """Largest bucket length whose encoded values fit `bucket_size_bytes` in every space.
+
+    Padding (less than a page for each plane) and the footer come on top.
 
     Raises:
         ConfigError: when not even the smallest bucket (1024 elements) fits.

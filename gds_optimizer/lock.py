@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import logging
 import os
 import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -26,11 +28,13 @@ logger = logging.getLogger(__name__)
 LOCK_NAME = "lock"
 SCRATCH_PATTERNS = ("bucket*.bin", "layout.json")
 _RECLAIM_WAIT_S = 30.0
+_NAME_WAIT_S = 2.0
 
 # A record lock is no obstacle to the process that holds it, so a second store of this process is
 # kept out by this set of (device, inode) pairs.
 # Look a lock file up here before opening it: closing any descriptor of it drops the lock.
 _held: set[tuple[int, int]] = set()
+os.register_at_fork(after_in_child=_held.clear)  # the locks stay with the parent
 
 
 def _is_held_here(lock_path: Path) -> bool:
@@ -49,6 +53,23 @@ def _describe_owner(fd: int) -> dict[str, object]:
     return owner if isinstance(owner, dict) else {}
 
 
+def _holder_pid(fd: int) -> int:
+    """The process that holds the lock, as the kernel says.
+
+    0 if nobody does any more, or nobody who has a number here (another host's, a container's).
+    """
+    # struct flock of 64-bit Linux: type, whence, start, length, pid
+    request = struct.pack("@hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = struct.unpack("@hhqqi0q", fcntl.fcntl(fd, fcntl.F_GETLK, request))
+    return 0 if kind == fcntl.F_UNLCK else int(pid)
+
+
+class _UnnamedOwnerError(StoreLockedError):
+    """The directory is locked, but by another process than the one it names: by a newcomer that
+    has not yet written its own name.
+    """
+
+
 class OwnedDirectory:
     """A directory held by this process until `close`; create it with `acquire`."""
 
@@ -56,6 +77,8 @@ class OwnedDirectory:
         self.path = path
         self._lock_fd = lock_fd
         self._pid = os.getpid()
+        state = os.stat(path)
+        self._identity = (state.st_dev, state.st_ino)
 
     @classmethod
     def acquire(cls, path: Path, *, purpose: str = "train") -> OwnedDirectory:
@@ -65,7 +88,7 @@ class OwnedDirectory:
             StoreLockedError: a living process owns it; the message names that process.
             OSError: the directory cannot be created or the file system has no locks.
         """
-        deadline = time.monotonic() + _RECLAIM_WAIT_S
+        start = time.monotonic()
         while True:
             try:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -74,7 +97,10 @@ class OwnedDirectory:
                 continue  # a neighbour that reclaimed the directory removed it just now
             except StoreLockedError as error:
                 # Another rank that is starting may be clearing what a dead run left here.
-                if error.owner.get("purpose") == "reclaim" and time.monotonic() < deadline:
+                limit_s = _RECLAIM_WAIT_S if error.owner.get("purpose") == "reclaim" else 0.0
+                if isinstance(error, _UnnamedOwnerError):
+                    limit_s = max(limit_s, _NAME_WAIT_S)
+                if time.monotonic() - start < limit_s:
                     time.sleep(0.05)
                     continue
                 raise
@@ -135,20 +161,28 @@ class OwnedDirectory:
             if "pid" in owner
             else "another process"
         )
-        return StoreLockedError(
-            f"{path} is in use by {who}: stop it or choose another directory", owner
-        )
+        kind = StoreLockedError if owner.get("pid") == _holder_pid(fd) else _UnnamedOwnerError
+        return kind(f"{path} is in use by {who}: stop it or choose another directory", owner)
 
     def _remove_scratch(self, *, report: bool) -> None:
         removed_bytes = 0
         for pattern in SCRATCH_PATTERNS:
             for file in self.path.glob(pattern):
-                removed_bytes += file.lstat().st_blocks * 512
-                file.unlink()
+                with contextlib.suppress(FileNotFoundError):
+                    removed_bytes += file.lstat().st_blocks * 512
+                    file.unlink()
         if report and removed_bytes:
             logger.warning(
                 "reclaimed %.2f GiB that a dead run left in %s", removed_bytes / 2**30, self.path
             )
+
+    def _is_still_there(self) -> bool:
+        """Whether the path still leads to the directory that was locked, not to somebody else's."""
+        try:
+            state = os.stat(self.path)
+        except OSError:
+            return False
+        return (state.st_dev, state.st_ino) == self._identity
 
     def close(self) -> None:
         """Remove the scratch files and the directory (if nothing else is in it), then let go.
@@ -163,7 +197,7 @@ class OwnedDirectory:
             return
         state = os.fstat(fd)
         try:
-            if self.path.is_dir():
+            if self._is_still_there():
                 self._remove_scratch(report=False)
                 with contextlib.suppress(FileNotFoundError):
                     current = os.stat(self.path / LOCK_NAME)
@@ -182,7 +216,9 @@ def reclaim_dead(root: Path, *, keep: Path) -> None:
 
     A run with fewer ranks than the one that died would otherwise never look at the rest.
     """
-    for lock in sorted(root.glob(f"rank*/*/{LOCK_NAME}")):
+    # Unlike `Path.glob`, this bears with directories that others remove meanwhile.
+    for name in sorted(glob.glob(f"{glob.escape(str(root))}/rank*/*/{LOCK_NAME}")):
+        lock = Path(name)
         if lock.parent == keep or _is_held_here(lock):
             continue
         try:

@@ -163,16 +163,19 @@ class Pipeline:
         )
 
     def _write(self, slot: Slot, ranges: Ranges, clock: PassClock) -> None:
-        slot.state = SlotState.WRITING if ranges else SlotState.CACHED
-        if ranges:
-            self.unfinished_writes.add(slot.bucket)
-            self.store.check_unchanged(slot.bucket)
-            slot.write_number = next(self.pool.write_numbers)
+        if not ranges:
+            slot.state = SlotState.CACHED
+            return
+        self.unfinished_writes.add(slot.bucket)
+        self.store.check_unchanged(slot.bucket)
         for offset, nbytes in ranges:
             slot.transfers.append(
                 self.store.files[slot.bucket].write(slot.buffer[offset : offset + nbytes], offset)
             )
             clock.stats.written_bytes += nbytes
+        # Only now: a write of which a part was never started must not count as ended.
+        slot.write_number = next(self.pool.write_numbers)
+        slot.state = SlotState.WRITING
 
     def _finish(self, slot: Slot) -> None:
         """Wait for everything in flight on `slot`; the first failure is raised when all ended."""

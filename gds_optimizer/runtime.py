@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import torch
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.engine import Binding, Engine, EnginePlan, plan_engine
 from gds_optimizer.io import IoBackend, make_backend
-from gds_optimizer.probe import ProbeReport, decide_io_path
+from gds_optimizer.probe import ProbeReport, Severity, decide_io_path
 from gds_optimizer.self_check import check_optimizer
 from gds_optimizer.slots import SlotPool
 from gds_optimizer.store import Store
@@ -56,6 +57,7 @@ class Runtime:
     backend: IoBackend
     pool: SlotPool
     engines: list[Engine] = field(default_factory=list)
+    _pid: int = field(default_factory=os.getpid)
 
     @classmethod
     def build(
@@ -108,7 +110,7 @@ class Runtime:
                     logger.info("rank %d: initialised %s: %s", rank, part.name, stats.describe())
             undo.pop_all()
         # Runs at exit after the engines' own finalizers, which were registered later.
-        weakref.finalize(runtime, _close_shared, pool, backend)
+        weakref.finalize(runtime, _close_shared, pool, backend, os.getpid())
         return runtime
 
     @staticmethod
@@ -132,8 +134,11 @@ class Runtime:
             self.pool.slot_bytes / 2**20,
             self.pool.device,
         )
-        for line in self.report.to_text().splitlines():
-            logger.info("rank %d: %s", rank, line)
+        logger.info("rank %d: %s", rank, self.report.summary())
+        for finding in self.report.findings:
+            if finding.severity in (Severity.WARN, Severity.MISSING):
+                mend = f" -> {finding.mend}" if finding.mend else ""
+                logger.info("rank %d: %s: %s%s", rank, finding.name, finding.what, mend)
 
     def close_engine(self, engine: Engine) -> None:
         """Close one engine; the last one takes slots and backend with it."""
@@ -144,9 +149,11 @@ class Runtime:
             engine.close()
         finally:
             if not self.engines:
-                _close_shared(self.pool, self.backend)
+                _close_shared(self.pool, self.backend, self._pid)
 
 
-def _close_shared(pool: SlotPool, backend: IoBackend) -> None:
+def _close_shared(pool: SlotPool, backend: IoBackend, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # memory and threads are the parent's, not its forked child's
     pool.close()
     backend.close()

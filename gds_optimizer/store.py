@@ -71,6 +71,11 @@ class Store:
         """Where the files of this optimizer are, one directory for each root."""
         return [owned.path for owned in self._owned]
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is the copy that a forked child inherited."""
+        return os.getpid() != self._pid
+
     def _reserve(self) -> None:
         """Create every file with its blocks allocated, so that a full disk is met here."""
         for bucket in self.layout.buckets:
@@ -110,7 +115,7 @@ class Store:
 
     def check_owner(self) -> None:
         """Refuse use after `close` and in a forked child."""
-        if os.getpid() != self._pid:
+        if self.is_foreign:
             raise ForkedError(
                 f"the store in {self.directories[0]} belongs to process {self._pid}; this is its "
                 f"forked child {os.getpid()}, which must not use it: use it in the parent"
@@ -165,7 +170,7 @@ class Store:
         with contextlib.ExitStack() as stack:
             for owned in self._owned:
                 stack.callback(owned.close)
-            if os.getpid() == self._pid:
+            if not self.is_foreign:
                 stack.callback(self._close_files)
 
 

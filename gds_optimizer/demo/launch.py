@@ -63,20 +63,21 @@ def run_demo(
     if gpus and config.ranks > gpus:
         raise ConfigError(f"ranks is {config.ranks}, but there are {gpus} GPUs: one rank each")
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
-    with _folder(config) as directory:
-        # Without a GPU a path for device memory is still probed: the report says what is missing.
-        asks_for_gpu = config.io not in ("auto", "host")
-        probe = probe_directories(
-            (directory,),
-            io=config.io,
-            device=None if asks_for_gpu and not gpus else device,
-            allow_tmpfs=config.allow_tmpfs,
-        )
-        if on_probe is not None:
-            on_probe(probe)
-        settings = {**asdict(config), "directory": str(directory), "device": device.type}
-        report = DemoReport(config=settings, probe=probe.to_dict())
-        if probe.verdict is not None:
+    parent = (config.directory or _default_directory()).absolute()
+    # Without a GPU a path for device memory is still probed: the report says what is missing.
+    asks_for_gpu = config.io not in ("auto", "host")
+    probe = probe_directories(
+        (parent,),
+        io=config.io,
+        device=None if asks_for_gpu and not gpus else device,
+        allow_tmpfs=config.allow_tmpfs,
+    )
+    if on_probe is not None:
+        on_probe(probe)
+    settings = {**asdict(config), "directory": str(parent), "device": device.type}
+    report = DemoReport(config=settings, probe=probe.to_dict())
+    if probe.verdict is not None:
+        with _folder(parent) as directory:
             _fill(report, _run_ranks(config, directory))
     return report
 
@@ -108,14 +109,16 @@ def _default_directory() -> Path:
 
 
 @contextlib.contextmanager
-def _folder(config: DemoConfig) -> Iterator[Path]:
+def _folder(parent: Path) -> Iterator[Path]:
     """The demo's own folder. What a dead demo left in it is removed before and what is ours after.
 
     Its name is always the same, so that leftovers of a killed demo are found by the next one.
     """
-    parent = config.directory if config.directory is not None else _default_directory()
-    directory = parent.absolute() / FOLDER
-    directory.mkdir(mode=0o700, exist_ok=True)
+    directory = parent / FOLDER
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be made: {error.strerror}") from error
     try:
         reclaim_dead(directory, keep=directory)
         yield directory

@@ -198,7 +198,7 @@ class DemoReport:
         streamed_s = statistics.median(s.streamed_s for s in self.steps)
         lines += [
             "seconds: the streamed optimizer step, until its last byte is on disk",
-            f"(median {streamed_s:.3f}, resident {resident_s:.3f})",
+            f"  (median {streamed_s:.3f}; of the resident step {resident_s:.3f})",
             "read: what was still in a slot from the step before is not read again",
         ]
         if self.config["ranks"] > 1:

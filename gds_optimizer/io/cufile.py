@@ -10,10 +10,13 @@ that was made last decides the number of threads and the size of the bounce buff
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import os
+import shutil
+import tempfile
 import threading
 import time
 import weakref
@@ -34,9 +37,13 @@ from gds_optimizer.io.tasks import (
     open_direct,
     open_error,
 )
+from gds_optimizer.probing.cufile_config import load_cufile_config, probe_config
+from gds_optimizer.probing.system import System
 
 POLL_S = 0.0002
 """Seconds between two looks at a future: KvikIO's can be asked, or waited for without limit."""
+
+_STRICT_CONFIG_VARIABLE = "GDS_OPTIMIZER_STRICT_CUFILE_JSON"
 
 _settings_lock = threading.RLock()
 _backends: weakref.WeakSet[CuFileBackend] = weakref.WeakSet()
@@ -107,6 +114,52 @@ def _make_child_hook() -> Callable[[], None]:
             at_exit(flush, None, None)  # calls fflush(NULL)
 
     return after_fork_in_child
+
+
+def _forbid_cufile_fallback() -> None:
+    """Give cuFile the user's settings with its own fallback switched off.
+
+    KvikIO cannot see that cuFile falls back, so where GDS was asked for and proven a file that
+    cannot have it must fail. cuFile reads its settings once, when it is first used.
+    """
+    if os.environ.get(_STRICT_CONFIG_VARIABLE):
+        return
+    config = load_cufile_config(System("/"), os.environ)
+    directory = tempfile.mkdtemp(prefix="gds-optimizer-")
+    path = os.path.join(directory, "cufile.json")
+    with open(path, "w") as file:
+        file.write(probe_config(config, directory, allow_compat_mode=False))
+    atexit.register(_remove_directory, directory, os.getpid())
+    os.environ["CUFILE_ENV_PATH_JSON"] = os.environ[_STRICT_CONFIG_VARIABLE] = path
+
+
+def _remove_directory(directory: str, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child runs its parent's exit handlers too
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _check_no_cufile_fallback() -> None:
+    """Open cuFile and see that it took those settings.
+
+    Raises:
+        IoPathError: it cannot be opened, or was opened before, with others.
+    """
+    from kvikio import cufile_driver
+
+    try:
+        cufile_driver.driver_open()
+        falls_back = cufile_driver.get("allow_compat_mode")
+    except RuntimeError as error:
+        raise IoPathError(
+            f"the I/O path {IoPath.GDS} is not to be had, cuFile cannot be opened without its "
+            f"fallback: {error}; use the path posix"
+        ) from error
+    if falls_back:
+        raise IoPathError(
+            "cuFile was opened in this process before the optimizer was set up, with its silent "
+            "fallback allowed: set up the optimizer first, or set allow_compat_mode to false in "
+            "cufile.json, or use the path posix"
+        )
 
 
 def _set_kvikio(kvikio: Any, **wanted: Any) -> dict[str, Any]:
@@ -214,6 +267,9 @@ class CuFileBackend(TaskBackend):
             task_size_bytes=task_size_bytes,
         )
         self._uses_cufile = io_path is not IoPath.POSIX
+        if io_path is IoPath.GDS:
+            _forbid_cufile_fallback()
+            _check_no_cufile_fallback()
         self._registered: set[int] = set()
         _set_kvikio(
             self.kvikio,

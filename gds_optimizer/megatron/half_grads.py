@@ -130,7 +130,7 @@ class _ShardView(torch.Tensor):
 
     def converted(self, where: Any = slice(None)) -> torch.Tensor:
         """A part of the gradient in fp32 with every factor applied, in order."""
-        values = self._shard[where].float()
+        values: torch.Tensor = self._shard[where].float()
         for scale in self._scales:
             values.mul_(scale)
         return values
@@ -150,9 +150,11 @@ class _ShardView(torch.Tensor):
         Frameworks take the norm before they clip, when there is no factor yet; accumulating the
         half-precision values in fp32 then adds the same numbers in the same order.
         """
-        if not self._scales and not args and not kwargs:
-            return torch.linalg.vector_norm(self._shard, dtype=torch.float32)
-        norm: torch.Tensor = func(self.converted(), *args, **kwargs)
+        norm: torch.Tensor
+        if self._scales or args or kwargs:
+            norm = func(self.converted(), *args, **kwargs)
+        else:
+            norm = torch.linalg.vector_norm(self._shard, dtype=torch.float32)
         return norm
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -169,6 +169,10 @@ class ProbeReport:
         """Those of the machine, then those of each directory."""
         return self.machine.findings + tuple(f for d in self.directories for f in d.findings)
 
+    def summary(self) -> str:
+        """The verdict in one line."""
+        return f"io path: {self.verdict or 'none'} (asked: {self.asked})"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data with these keys; later versions may add some, and rename none.
 
@@ -192,7 +196,7 @@ class ProbeReport:
         lines = [
             f"{path:<{width}}  {verdict!s:<10}  {rest}".rstrip() for path, verdict, rest in rows
         ]
-        lines += ["", f"io path: {self.verdict or 'none'} (asked: {self.asked})"]
+        lines += ["", self.summary()]
         sections = [("this machine", self.machine.findings)]
         sections += [(str(d.path), d.findings) for d in self.directories]
         names = [finding.name for _, findings in sections for finding in findings]

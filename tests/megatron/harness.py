@@ -12,6 +12,7 @@ Starting a rank costs seconds (imports), so let one `run_ranks` call do many tra
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import math
 import os
@@ -33,6 +34,7 @@ import torch
 from gds_optimizer.megatron.tiny_gpt import StepRecord, TrainingRecord, process_group_backend
 from tests.megatron import MEGATRON_PATH
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -145,6 +147,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _run_rank(directory: Path) -> None:
     """One rank: what `python -m tests.megatron.harness` does."""
+    # A killed test run must not leave ranks behind that wait for each other.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     try:

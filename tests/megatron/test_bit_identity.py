@@ -96,17 +96,27 @@ TWO_RANKS: dict[str, tuple[TinyGptConfig, Streaming]] = {
 CASES = [(1, name) for name in ONE_RANK] + [(2, name) for name in TWO_RANKS]
 
 
+class Comparisons:
+    """Comparisons by (world size, name); all cases of a world size run in the same processes."""
+
+    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self._tmp_path_factory = tmp_path_factory
+        self._ranks: dict[int, list[dict[str, Comparison]]] = {}
+
+    def __getitem__(self, case: tuple[int, str]) -> list[Comparison]:
+        world_size, name = case
+        if world_size not in self._ranks:
+            directory = str(self._tmp_path_factory.mktemp(f"state{world_size}"))
+            cases = {1: ONE_RANK, 2: TWO_RANKS}[world_size]
+            self._ranks[world_size] = run_ranks(
+                world_size, compare_all, cases, directory, timeout_s=600
+            )
+        return [rank[name] for rank in self._ranks[world_size]]
+
+
 @pytest.fixture(scope="module")
-def comparisons(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[tuple[int, str], list[Comparison]]:
-    found = {}
-    for world_size, cases in ((1, ONE_RANK), (2, TWO_RANKS)):
-        directory = str(tmp_path_factory.mktemp(f"state{world_size}"))
-        ranks = run_ranks(world_size, compare_all, cases, directory, timeout_s=900)
-        for name in cases:
-            found[world_size, name] = [rank[name] for rank in ranks]
-    return found
+def comparisons(tmp_path_factory: pytest.TempPathFactory) -> Comparisons:
+    return Comparisons(tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{size}-{name}" for size, name in CASES])

@@ -6,10 +6,13 @@ Shapes, gradients and first values come from seeds, so a run can be repeated in 
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from gds_optimizer.engine import Binding, Engine, plan_engine
@@ -214,9 +217,7 @@ class Pair:
         self.native = set(native)
 
         def models() -> list[torch.Tensor]:
-            return [
-                v.float() if i in self.native else v for i, v in enumerate(first_values(sizes))
-            ]
+            return [v.float() if i in self.native else v for i, v in enumerate(first_values(sizes))]
 
         self.resident = ResidentOptimizer(make, models(), groups=groups, native=native)
         self.streamed = StreamedOptimizer(
@@ -256,9 +257,7 @@ class Pair:
         ):
             assert set(a) == set(b), f"options of group {number}: {set(a) ^ set(b)}"
             for key in set(a) - {"params"}:
-                same = (
-                    same_bits(a[key], b[key]) if torch.is_tensor(a[key]) else a[key] == b[key]
-                )
+                same = same_bits(a[key], b[key]) if torch.is_tensor(a[key]) else a[key] == b[key]
                 assert same, f"{key} of group {number} is {a[key]} and {b[key]}"
 
     def close(self) -> None:
@@ -297,3 +296,55 @@ def adamw(groups: Any, **options: Any) -> torch.optim.Optimizer:
 def leftovers(directory: Path) -> list[str]:
     """Everything below a directory, sorted."""
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+@contextlib.contextmanager
+def mounted_disk(directory: Path, nbytes: int) -> Iterator[Path]:
+    """A small ext4 file system below `directory`; skips where one cannot be mounted."""
+    image, mount_point = directory / "image", directory / "disk"
+    mount_point.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(nbytes)
+    commands: list[tuple[str, ...]] = [
+        ("mkfs.ext4", "-q", "-F", "-m", "0", str(image)),
+        ("mount", "-o", "loop", str(image), str(mount_point)),
+    ]
+    for command in commands:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip(f"needs {command[0]}")
+        if done.returncode:
+            pytest.skip(f"needs to mount a loop device ({done.stderr.strip()})")
+    try:
+        yield mount_point
+    finally:
+        subprocess.run(("umount", str(mount_point)), check=True)
+        image.unlink()
+
+
+def open_files() -> set[str]:
+    """What this process has open, by path; sockets and pipes by their number."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
+
+
+def in_child(check: Callable[[], None]) -> None:
+    """Run `check` in a forked child, and raise what it raised."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            check()
+            status = 0
+        except BaseException as error:  # noqa: BLE001 - the parent raises it
+            os.write(writing, repr(error).encode()[:4000])
+        os._exit(status)
+    os.close(writing)
+    _, status = os.waitpid(child, 0)
+    with open(reading, "rb") as pipe:
+        assert status == 0, pipe.read().decode()

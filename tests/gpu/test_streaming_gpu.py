@@ -1,0 +1,228 @@
+"""Streamed training on a GPU: the same bits as resident, in bounded device memory.
+
+The whole of it runs on KvikIO's POSIX path and, with registered slots, on the cuFile calls in
+cuFile's own compatibility mode (without GPUDirect hardware their DMA cannot be exercised).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gds_optimizer.config import StreamConfig
+from tests.megatron.streaming import Streaming, compare
+from tests.support.page_cache import resident_pages
+
+pytestmark = [pytest.mark.gpu, pytest.mark.megatron]
+
+BUCKETS: dict[str, Any] = {"overlap": True, "ddp_bucket_size": 4096}
+PATHS = ("posix", "gds-compat")
+
+
+def _cases() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    skip_at = 9
+    return {
+        "basic": ({}, {"states_at": (0, 1, -1)}),
+        "overlap_bf16_gradients": ({**BUCKETS, "grad_reduce_in_fp32": False}, {}),
+        "fp32_gradients_moe_fused_ints": ({"experts": 4, "inner_optimizer": "fused"}, {}),
+        "mixed_dtype_moe": ({"mixed_dtype": True, "experts": 4}, {}),
+        "bf16_gradients_tight_clipping": ({"grad_reduce_in_fp32": False, "clip_grad": 0.05}, {}),
+        "swiglu_tied": ({"swiglu": True, "tied_embeddings": True}, {}),
+        "fp16_skip": (
+            {"fp16": True, "skip_step_at": skip_at},
+            {"states_at": (skip_at - 1, skip_at, skip_at + 1, -1)},
+        ),
+        "frozen": ({"frozen": ("embedding", "layers.0.")}, {}),
+        "lazy": ({}, {"init": "lazy"}),
+        "attached": ({"experts": 4}, {"attach": True}),
+        "one_slot": ({}, {"slots": 1}),
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    import torch.distributed as dist
+
+    from gds_optimizer.megatron.tiny_gpt import process_group_backend
+
+    torch.cuda.set_device(0)
+    dist.init_process_group(process_group_backend(), store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def probed_once() -> Iterator[None]:
+    """One probe for each I/O path: it starts children that take seconds, and has its own tests."""
+    from gds_optimizer import runtime
+
+    reports: dict[str, Any] = {}
+    decide = runtime.decide_io_path
+
+    def decide_once(config: StreamConfig, device: torch.device) -> Any:
+        if config.io not in reports:
+            reports[config.io] = decide(config, device)
+        return reports[config.io]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "decide_io_path", decide_once)
+        yield
+
+
+@pytest.mark.parametrize("io", PATHS)
+@pytest.mark.parametrize("name", _cases())
+def test_streamed_equals_resident(name: str, io: str, tmp_path: Path) -> None:
+    from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
+
+    options, streaming = _cases()[name]
+    config = TinyGptConfig(steps=20, schedule="changing", hidden=64, **options)
+    comparison = compare(config, Streaming(io=io, **streaming), tmp_path)
+    assert not comparison.error, comparison.error
+    assert comparison.leftovers == []
+    assert comparison.bucket_count > 10
+
+
+class Memory:
+    """Allocator peak and bytes taken from the device, in stages."""
+
+    def __init__(self) -> None:
+        self.allocated: dict[str, int] = {}
+        self.device: dict[str, int] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def note(self, stage: str) -> None:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        self.allocated[stage] = torch.cuda.max_memory_allocated()
+        self.device[stage] = total - free
+        self.reset()
+
+
+def _large_model(steps: int) -> Any:
+    from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
+
+    # 1.23 B parameters; the largest alone (a FFN weight of 67 M) is four default buckets.
+    return TinyGptConfig(
+        layers=6, hidden=4096, heads=32, vocab=2048, sequence_length=64, micro_batch=1, steps=steps
+    )
+
+
+def _train(directory: Path | None, memory: Memory, config: StreamConfig | None) -> dict[str, Any]:
+    """Train three steps with a reload in between; without a configuration the step does nothing."""
+    import contextlib
+
+    from gds_optimizer.megatron import setup
+    from gds_optimizer.megatron.optimizer import streamed_class
+    from gds_optimizer.megatron.shards import distributed_optimizers
+    from gds_optimizer.megatron.tiny_gpt import run_training
+
+    found: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def no_optimizer() -> Iterator[None]:
+        """The same optimizer without mains, moments, slots and steps: the model and gradients."""
+        import megatron.core.optimizer as module
+
+        original = module.DistributedOptimizer
+        module.DistributedOptimizer = streamed_class(original)
+        try:
+            yield
+        finally:
+            module.DistributedOptimizer = original
+
+    def context() -> Any:
+        memory.reset()
+        return setup.streamed_optimizer(config) if config else no_optimizer()
+
+    def after_build(chunks: list[Any], optimizer: Any) -> None:
+        memory.note("construction")
+        for part in distributed_optimizers(optimizer):
+            if config is None:
+                part.optimizer.step = lambda: None
+                part._copy_main_params_to_model_params = lambda: None
+                part._copy_model_params_to_main_params = lambda state_dict=None: None
+            else:
+                found["engine"] = part.engine
+                found["slot_bytes"] = part.engine.pool.nbytes
+                check_files(part)
+
+    def check_files(part: Any) -> None:
+        """The files hold the casts, byte for byte, and no page of them is cached."""
+        from gds_optimizer.megatron.optimizer import _model_shard
+        from gds_optimizer.megatron.shards import named_shards
+
+        engine = part.engine
+        engine.drain()
+        models = {s.name: _model_shard(part, s) for s in named_shards(part)}
+        names = [s.name for s in engine.layout.spaces[0].shards]
+        for bucket in engine.layout.buckets:
+            data = torch.from_file(
+                str(engine.store.paths[bucket.index]),
+                size=bucket.planes[0].nbytes // 4,
+                dtype=torch.float32,
+            )
+            for piece in bucket.pieces:
+                wanted = models[names[piece.shard]][
+                    piece.shard_offset : piece.shard_offset + piece.numel
+                ].float()
+                got = data[piece.bucket_offset : piece.bucket_offset + piece.numel]
+                assert torch.equal(wanted.cpu(), got)
+        del data
+        memory.reset()
+
+    def after_step(step: int, chunks: list[Any], optimizer: Any) -> None:
+        memory.note(f"step {step}")
+        if step == 1:
+            optimizer.reload_model_params()
+            memory.note("reload")
+            if config is not None:
+                optimizer.chained_optimizers[0].engine.drain()
+        if step == 2 and config is not None:
+            engine = found["engine"]
+            engine.drain()
+            found["resident_pages"] = sum(map(resident_pages, engine.store.paths))
+            found["stats"] = engine.last_stats
+            optimizer.chained_optimizers[0].close()
+
+    run_training(
+        _large_model(3),
+        optimizer_context=context,
+        after_build=after_build,
+        after_step=after_step,
+    )
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("io", PATHS[:1])
+def test_device_memory_is_bounded(io: str, tmp_path: Path) -> None:
+    """Over the model and its gradients: the slots, two fp32 planes of a bucket, 64 MiB."""
+    baseline, streamed = Memory(), Memory()
+    _train(None, baseline, None)
+    config = StreamConfig(directories=(tmp_path,), io=io, init="eager")
+    found = _train(tmp_path, streamed, config)
+    assert found["resident_pages"] == 0
+    planes_bytes = 2 * 4 * found["engine"].layout.bucket_numel
+    allowed_bytes = planes_bytes + 64 * 2**20
+    over = {s: streamed.allocated[s] - baseline.allocated[s] for s in baseline.allocated}
+    print({stage: round(nbytes / 2**20, 1) for stage, nbytes in over.items()}, "MiB")
+    print(found["stats"].describe())
+    assert all(nbytes <= allowed_bytes for nbytes in over.values()), over
+    # As the driver sees it; the caching allocator rounds what it takes up to blocks of its own.
+    slack_bytes = 128 * 2**20
+    device_over = {s: streamed.device[s] - baseline.device[s] for s in baseline.device}
+    assert all(
+        nbytes <= found["slot_bytes"] + allowed_bytes + slack_bytes
+        for nbytes in device_over.values()
+    ), device_over
