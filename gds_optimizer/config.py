@@ -126,7 +126,9 @@ class StreamConfig:
             or not isinstance(timeout_s, int | float)
             or not timeout_s > 0
         ):
-            raise ConfigError(f"io_timeout_s is {timeout_s!r}, wanted a number of seconds more than 0")
+            raise ConfigError(
+                f"io_timeout_s is {timeout_s!r}, wanted a number of seconds more than 0"
+            )
         if not isinstance(self.allow_tmpfs, bool):
             raise ConfigError(f"allow_tmpfs is {self.allow_tmpfs!r}, wanted True or False")
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -144,6 +144,15 @@ class _BoundPiece:
     tensor: torch.Tensor
 
 
+class HandedOutState(Protocol):
+    """State that somebody outside holds as tensors over the files (see `mapped_state`)."""
+
+    writable: bool
+
+    def leave(self) -> None:
+        """Make the files fit for direct I/O again."""
+
+
 class Engine:
     """Streams one optimizer's state.
 
@@ -183,7 +192,8 @@ class Engine:
         for binding in plan.bindings:
             if isinstance(binding.main, EvictedTensor):
                 binding.main.streaming_engine = weakref.ref(self)
-        self._adopt_scalars()
+        self.adopt_scalars()
+        self.handed_out: HandedOutState | None = None
         self._finalizer = weakref.finalize(self, _close, self.pipeline, store)
 
     def _bind(self, bucket: Bucket) -> list[_BoundPiece]:
@@ -204,8 +214,11 @@ class Engine:
 
     # ------------------------------------------------------------------ scalars
 
-    def _adopt_scalars(self) -> None:
-        """Take the per-parameter scalars from the optimizer's state, and leave only them there."""
+    def adopt_scalars(self) -> None:
+        """Take the per-parameter scalars from the optimizer's state, and leave only them there.
+
+        To be called after others have replaced that state (`load_state_dict` does).
+        """
         state = self.plan.optimizer.state
         for index, (binding, schema) in enumerate(
             zip(self.plan.bindings, self.plan.schemas, strict=True)
@@ -275,6 +288,7 @@ class Engine:
     def _pass(self, what: str) -> Iterator[PassClock]:
         """A pass over buckets that writes: statistics, the compute stream, failure."""
         self.check_usable()
+        self._take_files_back()
         self._check_slots()
         clock = PassClock(str(self.pool.backend.io_path))
         try:
@@ -283,6 +297,22 @@ class Engine:
         except BaseException as error:  # noqa: BLE001 - `_fail` raises it, or what it caused
             self._fail(what, error)
         self.last_stats = clock.finish()
+
+    def _take_files_back(self) -> None:
+        """End what `mapped_state` handed out; direct I/O and mapped pages must not meet.
+
+        Raises:
+            StepFailedError: it was handed out for writing and never committed.
+        """
+        if self.handed_out is None:
+            return
+        if self.handed_out.writable:
+            raise StepFailedError(
+                "a checkpoint was being loaded into the optimizer's state and did not finish: "
+                "load it again, or close the optimizer"
+            )
+        self.handed_out.leave()
+        self.handed_out = None
 
     def _ordered(self, buckets: Iterable[int]) -> list[int]:
         """Forwards and backwards in turn: a pass starts with what the last one left in slots."""
@@ -659,6 +689,40 @@ class Engine:
             # The slots hold parts of buckets, which is no good to the next step.
             self.pipeline.forget()
 
+    def settle(self) -> None:
+        """Bring everything into the files, mains that the model still holds too, and wait for it.
+
+        Raises:
+            StepFailedError: writing failed, now or behind the last step.
+        """
+        stale = [
+            index
+            for index, bucket in enumerate(self.layout.buckets)
+            if bucket.planes[0].name == MAIN_PLANE and 0 not in self._needed(index)
+        ]
+        if stale:
+
+            def fill(index: int, main: torch.Tensor) -> bool:
+                self._fill_main_from_model(index, main)
+                return True
+
+            self._rewrite(stale, fill, read_main=False)
+        self.drain()
+
+    def forget_slots(self) -> None:
+        """Drop what slots still hold: the files are about to be written by other means."""
+        self.pipeline.forget()
+
+    def adopt_files(self) -> None:
+        """Take what is in the files (all planes, with footers of this step) for the state."""
+        for record in self._records:
+            record.step, record.written = self.steps, [True] * len(record.written)
+        self._main_from_model = [False] * len(self.layout.buckets)
+        for index in self._streamed:
+            self._has_state[index] = True
+        self.adopt_scalars()
+        self.handed_out = None
+
     # ------------------------------------------------------------------ reading
 
     def read_planes(
@@ -669,6 +733,7 @@ class Engine:
         Planes that were never written are zero. The tensors are good during the call only.
         """
         self.check_usable()
+        self._take_files_back()
         self._check_slots()
 
         def read(index: int, slot: Slot, from_disk: bool) -> Ranges:
@@ -809,7 +874,7 @@ class Engine:
 
 
 def _numbered(buckets: Sequence[int]) -> str:
-    """"bucket 3" or "buckets 1, 2, 3, 4, ..."."""
+    """ "bucket 3" or "buckets 1, 2, 3, 4, ..."."""
     shown = ", ".join(map(str, buckets[:4])) + (", ..." if len(buckets) > 4 else "")
     return f"bucket{'s' if len(buckets) > 1 else ''} {shown}"
 

@@ -260,17 +260,45 @@ def release_(tensor: EvictedTensor) -> None:
 
 
 class EvictedState(dict[str, Any]):
-    """A parameter's optimizer state without its planes: `state["step"]` works, a plane raises."""
+    """A parameter's optimizer state without its planes: `state["step"]` works, a plane raises.
+
+    So does copying or pickling it as a whole, since the result would look like a state and lack
+    its moments.
+    """
 
     def __init__(self, scalars: dict[str, Any], name: str, planes: tuple[str, ...]) -> None:
         super().__init__(scalars)
         self.name = name
         self.planes = planes
 
+    def _refuse_plane(self, key: str) -> None:
+        if key in self.planes and key not in self:
+            raise self._error(key)
+
+    def _error(self, what: str) -> EvictedReadError:
+        return EvictedReadError(
+            f"{what} of {self.name} is on disk between optimizer steps: save a checkpoint or "
+            "use the streamed optimizer's own readers"
+        )
+
     def __missing__(self, key: str) -> Any:
-        if key in self.planes:
-            raise EvictedReadError(
-                f"{key} of {self.name} is on disk between optimizer steps: save a checkpoint or "
-                "use the streamed optimizer's own readers"
-            )
+        self._refuse_plane(key)
         raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._refuse_plane(key)
+        return super().get(key, default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._refuse_plane(key)
+        return super().pop(key, *default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self._refuse_plane(key)
+        return super().setdefault(key, default)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise self._error(" and ".join(self.planes))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._error(" and ".join(self.planes))

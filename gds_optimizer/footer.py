@@ -68,6 +68,27 @@ def footer_words(buffer: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     return buffer[bucket.footer_offset : bucket.file_bytes].view(torch.int64)
 
 
+def _unsealed(bucket: Bucket, layout: Layout, record: BucketRecord) -> torch.Tensor:
+    """A footer in host memory in which all checksums are 0."""
+    words = np.zeros(WORDS, dtype=np.int64)
+    words[0], words[1] = MAGIC, FORMAT_VERSION
+    words[2:6] = np.frombuffer(layout.layout_id, dtype="<i8")
+    words[6], words[_STEP], words[8] = bucket.index, record.step, len(bucket.planes)
+    words[_PLANES : _PLANES + 2 * len(record.written) : 2] = record.written
+    return torch.from_numpy(words)
+
+
+def host_footer(
+    bucket: Bucket, layout: Layout, record: BucketRecord, checksums: Sequence[int]
+) -> bytes:
+    """The footer page for planes whose checksums are known already (one for each plane)."""
+    footer = _unsealed(bucket, layout, record)
+    for plane, (written, value) in enumerate(zip(record.written, checksums, strict=True)):
+        if written:
+            footer[_PLANES + 2 * plane + 1] = value
+    return _seal(footer).numpy().tobytes()
+
+
 def build_footer(
     buffer: torch.Tensor, bucket: Bucket, layout: Layout, record: BucketRecord
 ) -> torch.Tensor:
@@ -82,12 +103,7 @@ def build_footer(
     Returns:
         512 int64 words, not yet in the slot.
     """
-    words = np.zeros(WORDS, dtype=np.int64)
-    words[0], words[1] = MAGIC, FORMAT_VERSION
-    words[2:6] = np.frombuffer(layout.layout_id, dtype="<i8")
-    words[6], words[_STEP], words[8] = bucket.index, record.step, len(bucket.planes)
-    words[_PLANES : _PLANES + 2 * len(record.written) : 2] = record.written
-    footer = torch.from_numpy(words).to(buffer.device)
+    footer = _unsealed(bucket, layout, record).to(buffer.device)
     for plane, written in enumerate(record.written):
         if written:
             footer[_PLANES + 2 * plane + 1] = checksum(_plane_bytes(buffer, bucket, plane))

@@ -46,6 +46,12 @@ _METADATA = {
     torch.numel,
 }
 _COUNT_NONZERO = (torch.count_nonzero, torch.Tensor.count_nonzero)
+_IN_PLACE_OPERATORS = {
+    "__setitem__",
+    "__set__",
+    *(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
+    *(f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift")),
+}
 _NORM = (torch.norm, torch.Tensor.norm, torch.linalg.vector_norm)
 
 
@@ -87,10 +93,16 @@ class _ShardView(torch.Tensor):
                 return view.norm_exact(func, args[1:], kwargs)
             if func is torch.Tensor.zero_:
                 view._shard.zero_()
+                view._scales.clear()
                 return view
             in_place = view._scale_in_place(func, args, kwargs)
             if in_place is not None:
                 return in_place
+        if _changes_a_view(func, args, kwargs):
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} cannot change a gradient that is kept in half "
+                "precision: only scaling it can be deferred; set grad_reduce_in_fp32"
+            )
         # Anything else sees the fp32 values: right, at the price of one shard's memory.
         args, kwargs = _convert((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
@@ -110,11 +122,6 @@ class _ShardView(torch.Tensor):
                 return _Scaled.make(self, args[1])
             return None
         if factor is None or not _is_factor(factor):
-            if _is_in_place(func):
-                raise RuntimeError(
-                    f"{getattr(func, '__name__', func)} cannot change a gradient that is kept in "
-                    "half precision: only scaling it can be deferred; set grad_reduce_in_fp32"
-                )
             return None
         scale = torch.ones(1, dtype=torch.float32, device=self._shard.device)
         self._scales.append(scale.mul_(factor))
@@ -132,7 +139,7 @@ class _ShardView(torch.Tensor):
         """A part of the gradient in fp32 with every factor applied, in order."""
         values: torch.Tensor = self._shard[where].float()
         for scale in self._scales:
-            values.mul_(scale)
+            values.mul_(scale if values.dim() else scale[0])
         return values
 
     def count_nonzero_exact(self) -> torch.Tensor:
@@ -216,7 +223,21 @@ def _is_factor(value: Any) -> bool:
 
 def _is_in_place(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+
+
+def _changes_a_view(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether an operation would write to a lazy gradient, and with `_convert` to a mere copy."""
+    targets = [kwargs.get("out")]
+    if _is_in_place(func):
+        targets += args[:1] or list(kwargs.values())[:1]
+    return any(
+        isinstance(item, _ShardView | _Scaled)
+        for target in targets
+        for item in (target if isinstance(target, list | tuple) else (target,))
+    )
 
 
 def _convert(value: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 
 from gds_optimizer.engine import Binding, Engine
 from gds_optimizer.evicted import EvictedTensor, captured_copies, evict_
+from gds_optimizer.megatron import checkpoint
 from gds_optimizer.megatron.deferred import mains_deferred
 from gds_optimizer.megatron.half_grads import HALF_DTYPES, half_grads_kept
 from gds_optimizer.megatron.refusals import refuse_unsupported
@@ -63,6 +64,8 @@ def streamed_class(base: Any) -> Any:
 
         _runtime: Runtime | None = None
         _engine: Engine | None = None
+        _is_loading = False
+        _handed_out: Any = None  # tensors that a checkpoint is being loaded into
 
         # ------------------------------------------------------------------ construction
 
@@ -81,6 +84,9 @@ def streamed_class(base: Any) -> Any:
         def start_streaming(self, runtime: Runtime, engine: Engine) -> None:
             """From here on the inner optimizer's `step` goes through `engine`."""
             self._runtime, self._engine = runtime, engine
+            self._binding_of = {
+                shard.model_param: number for number, shard in enumerate(named_shards(self))
+            }
             self._uninstall_step = install_step(self.optimizer, engine.step)
 
         @property
@@ -146,6 +152,81 @@ def streamed_class(base: Any) -> Any:
             else:
                 stats = self._engine.write_mains(sources)
                 logger.info("rewrote the main parameters: %s", stats.describe())
+
+        # ------------------------------------------------------------------ checkpoints
+
+        def binding_of(self, model_param: Any) -> int | None:
+            """Number of the binding of a model parameter; None if this rank owns none of it."""
+            number: int | None = self._binding_of.get(model_param)
+            return number
+
+        def state_dict(self) -> Any:
+            if self._engine is None:
+                return super().state_dict()
+            with checkpoint.first_scalars(self._engine):
+                return super().state_dict()
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            if self._engine is None:
+                super().load_state_dict(state_dict)
+                return
+            checkpoint.warn_of_broken_writer(self, state_dict)
+            with checkpoint.first_scalars(self._engine):
+                super().load_state_dict(state_dict)
+                self._engine.adopt_scalars()
+            if "param_state" in state_dict:
+                self._commit_loaded()
+
+        def load_parameter_state(self, *args: Any, **kwargs: Any) -> None:
+            super().load_parameter_state(*args, **kwargs)
+            self._commit_loaded()
+
+        def _commit_loaded(self) -> None:
+            if self._engine is not None:
+                checkpoint.commit_loaded(self._engine)
+                self._handed_out = None
+
+        def sharded_state_dict(
+            self, model_sharded_state_dict: Any = None, is_loading: bool = False, **kwargs: Any
+        ) -> Any:
+            self._is_loading = is_loading
+            state_dict = super().sharded_state_dict(
+                model_sharded_state_dict or {}, is_loading, **kwargs
+            )
+            if state_dict.get("param_state_sharding_type") == "fully_reshardable":
+                state_dict[checkpoint.STREAMED_MARK] = True
+            return state_dict
+
+        def sharded_param_state_fully_reshardable(
+            self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+        ) -> Any:
+            if self._engine is None:
+                return {}  # owns nothing; its peers hand out theirs without a gather
+            state = checkpoint.model_shaped_state(
+                self, model_sharded_state_dict, is_loading=is_loading
+            )
+            if is_loading:
+                self._handed_out = state
+            return {
+                number: {name: dict(by_key) for name, by_key in by_name.items()}
+                for number, by_name in state.items()
+            }
+
+        def load_parameter_state_from_fully_reshardable(self, state_dict: Any) -> None:
+            checkpoint.take_loaded_rectangles(self._handed_out or {}, state_dict)
+
+        def _get_main_param_and_optimizer_states(self, model_param: Any) -> Any:
+            if self._engine is None:
+                return super()._get_main_param_and_optimizer_states(model_param)
+            return checkpoint.shard_tensors(
+                self._engine, self._binding_of[model_param], writable=self._is_loading
+            )
+
+        def _set_main_param_and_optimizer_states(self, model_param: Any, tensors: Any) -> None:
+            if self._engine is None:
+                super()._set_main_param_and_optimizer_states(model_param, tensors)
+                return
+            checkpoint.set_shard_tensors(self._engine, self._binding_of[model_param], tensors)
 
         # ------------------------------------------------------------------ moving to the host
 

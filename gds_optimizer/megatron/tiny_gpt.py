@@ -49,7 +49,8 @@ class TinyGptConfig:
     Args:
         layers, hidden, heads, vocab: shape of the model; `hidden` is also the FFN's quarter.
         sequence_length, micro_batch: tokens of a sample, samples of a rank in a step.
-        steps: optimizer steps; there is no gradient accumulation.
+        steps: number of the last step and one; there is no gradient accumulation.
+        first_step: where to begin, for runs that go on from a checkpoint.
         seed: of weights and data.
         tensor_parallel, pipeline_parallel, expert_parallel: ranks of each kind; the rest of the
             process group is data-parallel.
@@ -85,6 +86,7 @@ class TinyGptConfig:
     sequence_length: int = 16
     micro_batch: int = 4
     steps: int = 3
+    first_step: int = 0
     seed: int = 1234
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -259,7 +261,7 @@ def _train(
         record = _new_record(config, chunks, optimizer)
         if after_build:
             after_build(chunks, optimizer)
-        for step in range(config.steps):
+        for step in range(config.first_step, config.steps):
             hyper_parameters = config.hyper_parameters(step)
             for group in optimizer.param_groups:
                 group.update(hyper_parameters, weight_decay=config.weight_decay * group["wd_mult"])

@@ -202,12 +202,16 @@ def test_shell_commands_are_accepted(name, line, code):
     for command in code.replace("\\\n", " ").splitlines():
         words = shlex.split(command, comments=True)
         where = f"{name}:{line}: {command}"
+        if not words:
+            continue
         if words[0] == "gds-optimizer":
             build_parser().parse_args(words[1:])
         elif words[0] == "torchrun":
             assert words[words.index("-m") + 1] == "gds_optimizer.megatron", where
             ours = words[next(i for i, w in enumerate(words) if w.startswith("--stream")) :]
             assert STREAM_PARSER.parse_args(ours).stream_optimizer_state_to_disk, where
+        elif words[:2] == ["python", "-m"]:
+            assert importlib.util.find_spec(words[2]), where
         elif words[0] == "pip":
             assert words[1] == "install", where
         else:

@@ -366,6 +366,26 @@ def test_a_rank_that_clears_up_after_the_dead_is_waited_for(tmp_path, slow_owner
     owned.close()
 
 
+def test_a_lock_file_that_its_last_owner_removes_meanwhile_is_not_taken(
+    tmp_path, monkeypatch, start
+):
+    """A lock on a file that has no name any more would keep nobody out."""
+    directory = tmp_path / "rank00000/opt0"
+    lockf = lock.fcntl.lockf
+
+    def remove_and_lock(fd: int, how: int) -> None:
+        monkeypatch.setattr(lock.fcntl, "lockf", lockf)
+        (directory / LOCK_NAME).unlink()
+        lockf(fd, how)
+
+    monkeypatch.setattr(lock.fcntl, "lockf", remove_and_lock)
+    owned = OwnedDirectory.acquire(directory)
+    other = start()
+    other.tell("own")
+    assert f"in use by process {os.getpid()} " in other.answer()
+    owned.close()
+
+
 def test_an_owner_that_never_says_who_it_is_is_not_waited_for_forever(
     tmp_path, slow_owner, monkeypatch
 ):

@@ -183,7 +183,8 @@ class Rig:
         assert (slot.owner, slot.bucket) == (self.pipeline, bucket)
         assert slot.state is SlotState.COMPUTING
         assert slot.is_idle
-        assert len(self.script.in_flight) <= len(self.pool.slots) - 1 or len(self.pool.slots) == 1
+        others = {transfer.file.number for transfer in self.script.in_flight}
+        assert len(others) < len(self.pool.slots)
         self.script.note("visit", self.first + bucket)
         self.from_disk.append(from_disk)
         if bucket in self.visit_fails:
@@ -364,6 +365,16 @@ def test_a_visit_that_changes_nothing_writes_nothing():
     rig.check_files()
 
 
+def test_a_write_that_a_later_pass_waited_for_is_finished():
+    rig = Rig(2, buckets=2)
+    rig.run()
+    assert rig.pipeline.unfinished_writes == {0, 1}
+    rig.pipeline.run(
+        [1, 0], reads=lambda bucket: WHOLE, visit=lambda *a: (), clock=PassClock("host")
+    )
+    assert not rig.pipeline.unfinished_writes
+
+
 def test_only_the_ranges_that_are_asked_for_move():
     rig = Rig(1, buckets=1)
     rig.pool.slots[0].buffer.fill_(77)
@@ -458,6 +469,8 @@ def test_draining_and_forgetting_leave_the_other_pipeline_alone():
     second.run([0, 1])
     first.pipeline.forget()
     assert first.script.of("write ended") == [("write ended", 0), ("write ended", 1)]
+    second.pipeline.drain()
+    first.pipeline.forget()
     assert [slot.owner for slot in second.pool.slots].count(second.pipeline) == 2
     second.run([1, 0])
     assert second.from_disk == [False, False]
@@ -503,6 +516,23 @@ def test_a_transfer_that_fails_is_raised_when_all_have_ended(slots, bucket, how,
     for done in visited:
         if done not in rig.pipeline.unfinished_writes:
             assert rig.store.files[done].content.tolist() == [rig.expected(done)] * FILE_BYTES
+    assert_drained(rig)
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_the_other_transfers_of_a_bucket_are_waited_for_too(operation):
+    rig = Rig(2, buckets=3)
+    rig.script.fails.add((operation, 1))
+    pages = [(0, PAGE), (PAGE, PAGE), (2 * PAGE, PAGE)]
+    original = rig.visit
+
+    def visit(*arguments: Any) -> list[tuple[int, int]]:
+        original(*arguments)
+        return pages
+
+    with pytest.raises(IoError, match=rf"{operation} of bucket00001\.bin.* at offset 0: "):
+        rig.pipeline.run([1, 0, 2], reads=lambda bucket: pages, visit=visit, clock=rig.clock)
+    assert rig.script.of(f"{operation} ended").count((f"{operation} ended", 1)) == 3
     assert_drained(rig)
 
 
