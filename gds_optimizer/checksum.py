@@ -65,3 +65,14 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
         tail = words[whole:]
         total += _row_sum(tail) + 2 * whole * tail.sum()
     return total
+
+
+def partial_checksum(data: torch.Tensor, offset: int) -> torch.Tensor:
+    """Contribution of a part to the checksum of a whole: the parts' contributions add up.
+
+    Args:
+        data: as for `checksum`.
+        offset: where the part starts in the whole, in bytes, a multiple of 8.
+    """
+    words = data.view(torch.int64)
+    return checksum(data) + 2 * (offset // WORD_BYTES) * words.sum()

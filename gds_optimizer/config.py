@@ -71,6 +71,8 @@ class StreamConfig:
         io_task_size: bytes of one request, a multiple of 4096.
         io_timeout_s: a transfer that takes longer is reported with its file's name.
         allow_tmpfs: accept a directory in memory (tmpfs, ramfs), which offloads nothing.
+        async_save: the framework writes checkpoints while training goes on. What it is given then
+            stays as it is, for which the next step writes to a second set of files.
         self_check: compare a small streamed step with a resident one before training, bit for
             bit: `auto` for optimizer classes and framework versions that our tests do not cover.
     """
@@ -84,6 +86,7 @@ class StreamConfig:
     io_task_size: int = 16 * 2**20
     io_timeout_s: float = 600.0
     allow_tmpfs: bool = False
+    async_save: bool = False
     self_check: str = "auto"
 
     def __post_init__(self) -> None:
@@ -129,8 +132,9 @@ class StreamConfig:
             raise ConfigError(
                 f"io_timeout_s is {timeout_s!r}, wanted a number of seconds more than 0"
             )
-        if not isinstance(self.allow_tmpfs, bool):
-            raise ConfigError(f"allow_tmpfs is {self.allow_tmpfs!r}, wanted True or False")
+        for name in ("allow_tmpfs", "async_save"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted True or False")
 
     def _check_choice(self, name: str, choices: Iterable[str]) -> None:
         if getattr(self, name) not in choices:
@@ -169,6 +173,8 @@ class StreamConfig:
         if values.get("init", "auto") == "auto":
             loads = any(getattr(args, name, None) for name in ("load", "pretrained_checkpoint"))
             values["init"] = "lazy" if loads else "eager"
+        # Megatron's own flag says what ours means.
+        values.setdefault("async_save", bool(getattr(args, "async_save", False)))
         try:
             return cls(**values)
         except ConfigError as error:
@@ -212,6 +218,7 @@ _FLAGS = (
     _Flag("io_task_size", "Bytes of one I/O request, e.g. 16MiB.", type=_size_argument),
     _Flag("io_timeout_s", "Report a transfer that takes longer, in seconds.", type=float),
     _Flag("allow_tmpfs", "Accept a directory in memory.", is_switch=True),
+    _Flag("async_save", "Checkpoints are written while training goes on.", is_switch=True),
     _Flag(
         "self_check",
         "Compare a small streamed step with a resident one before training.",

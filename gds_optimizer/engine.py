@@ -183,6 +183,8 @@ class Engine:
         ]
         # Buckets whose main plane is out of date: the model's parameters hold the values.
         self._main_from_model = [False] * len(self.layout.buckets)
+        # Buckets whose mains were changed between steps: the next step gives them to the model.
+        self._model_is_behind: set[int] = set()
         self._has_state = [False] * len(plan.bindings)
         self._materialized = 0  # blocks of `materialized` that are open
         self._pieces = [self._bind(bucket) for bucket in self.layout.buckets]
@@ -288,7 +290,7 @@ class Engine:
     def _pass(self, what: str) -> Iterator[PassClock]:
         """A pass over buckets that writes: statistics, the compute stream, failure."""
         self.check_usable()
-        self._take_files_back()
+        self.take_files_back()
         self._check_slots()
         clock = PassClock(str(self.pool.backend.io_path))
         try:
@@ -298,7 +300,7 @@ class Engine:
             self._fail(what, error)
         self.last_stats = clock.finish()
 
-    def _take_files_back(self) -> None:
+    def take_files_back(self) -> None:
         """End what `mapped_state` handed out; direct I/O and mapped pages must not meet.
 
         Raises:
@@ -420,7 +422,7 @@ class Engine:
         active = [
             index
             for index, pieces in enumerate(self._pieces)
-            if any(piece.binding in grads for piece in pieces)
+            if index in self._model_is_behind or any(piece.binding in grads for piece in pieces)
         ]
         scalars: dict[int, dict[str, Any]] = {}
         with self._pass(f"optimizer step {self.steps + 1}") as clock:
@@ -471,7 +473,7 @@ class Engine:
             piece.tensor.grad = grads[piece.binding][piece.shard_slice]
             state = self._state_for(piece, planes)
             steps.append((groups[id(binding.main)], piece.tensor, state))
-        results = self._stepper.run(steps)
+        results = self._stepper.run(steps) if steps else []
         for piece, state in zip(active, results, strict=True):
             piece.tensor.grad = None
             self._store_state(piece, state, planes, scalars)
@@ -489,6 +491,7 @@ class Engine:
             check()
         record.step, record.written = written.step, written.written
         self._main_from_model[index] = False
+        self._model_is_behind.discard(index)
         return [(0, bucket.file_bytes)]
 
     def _state_for(self, piece: _BoundPiece, planes: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -614,6 +617,7 @@ class Engine:
     def take_mains_from_model(self) -> None:
         """From now on the mains are what the model's parameters say: nothing is written now."""
         self.check_usable()
+        self.take_files_back()  # tensors handed out before show mains that count no longer
         for index, bucket in enumerate(self.layout.buckets):
             if any(plane.name == MAIN_PLANE for plane in bucket.planes):
                 self._main_from_model[index] = True
@@ -632,6 +636,7 @@ class Engine:
                 source = sources.get(id(self.plan.bindings[piece.binding].main))
                 if source is not None:
                     main[piece.bucket_slice].copy_(source[piece.shard_slice])
+                    self._model_is_behind.add(index)
             return True
 
         self._rewrite(range(len(self.layout.buckets)), fill, read_main=False)
@@ -644,41 +649,39 @@ class Engine:
         *,
         read_main: bool,
     ) -> None:
-        """Change main planes and nothing else; `fill` says whether it changed anything."""
+        """Change main planes and nothing else; `fill` says whether it changed anything.
 
-        def main_number(index: int) -> int | None:
-            for number, plane in enumerate(self.layout.buckets[index].planes):
-                if plane.name == MAIN_PLANE:
-                    return number
-            return None
+        A bucket whose file must stay as it is (a snapshot's) is copied as a whole to its next one.
+        """
 
         def planes_to_read(index: int) -> list[int]:
-            return [n for n in self._needed(index) if read_main and n == main_number(index)]
+            frozen = self.store.is_frozen(index)
+            return [n for n in self._needed(index) if frozen or (read_main and n == 0)]
 
         def visit(index: int, slot: Slot, from_disk: bool) -> Ranges:
             bucket, record = self.layout.buckets[index], self._records[index]
-            number = main_number(index)
+            needed = self._needed(index)
             if from_disk:
                 self._expect(index, slot, planes_to_read(index))()
             main = self._planes(bucket, slot)[MAIN_PLANE]
-            if read_main and number not in self._needed(index):
+            if read_main and 0 not in needed:
                 self._fill_main_from_model(index, main)
             if not fill(index, main):
                 return ()
             blank = record.is_blank
-            record.written[number or 0] = True
+            record.written[0] = True
             self._main_from_model[index] = False
             if blank:
                 footer_words(slot.buffer, bucket).copy_(
                     build_footer(slot.buffer, bucket, self.layout, record)
                 )
             else:
-                replace_plane_checksum(slot.buffer, bucket, number or 0)
+                replace_plane_checksum(slot.buffer, bucket, 0)
             self.pool.synchronize_compute()
-            plane = bucket.planes[number or 0]
-            return [(plane.offset, plane.nbytes), (bucket.footer_offset, PAGE_BYTES)]
+            written = [n for n, is_written in enumerate(record.written) if is_written]
+            return self._ranges(index, written if self.store.is_frozen(index) else [0])
 
-        wanted = [index for index in buckets if main_number(index) is not None]
+        wanted = [i for i in buckets if self.layout.buckets[i].planes[0].name == MAIN_PLANE]
         with self._pass("rewriting the main parameters") as clock:
             self.pipeline.run(
                 self._ordered(wanted),
@@ -733,7 +736,7 @@ class Engine:
         Planes that were never written are zero. The tensors are good during the call only.
         """
         self.check_usable()
-        self._take_files_back()
+        self.take_files_back()
         self._check_slots()
 
         def read(index: int, slot: Slot, from_disk: bool) -> Ranges:
@@ -790,6 +793,108 @@ class Engine:
         self.read_planes(collect, range(len(self.layout.buckets)))
         return state
 
+    # ------------------------------------------------------------------ snapshots
+
+    def name_of(self, main: torch.Tensor) -> str:
+        """Name of the shard whose main a group holds."""
+        return self.plan.bindings[self._index_of[id(main)]].name
+
+    def is_streamed(self, index: int) -> bool:
+        """Whether a binding has elements in buckets."""
+        return index in self._streamed
+
+    @property
+    def records(self) -> list[BucketRecord]:
+        """What each bucket's file holds."""
+        return self._records
+
+    def is_blank(self, index: int) -> bool:
+        """Whether nothing was ever written to a bucket."""
+        return self._records[index].is_blank
+
+    def is_written(self, index: int, plane: int) -> bool:
+        """Whether a bucket's file holds a plane; one that was never written counts as zeros."""
+        return self._records[index].written[plane]
+
+    def shard_scalars(self) -> Iterator[tuple[str, bool, dict[str, Any]]]:
+        """Name, whether it has state, and the state's scalars, of every shard."""
+        for index, binding in enumerate(self.plan.bindings):
+            scalars = {
+                key: value
+                for key, value in self._scalars(index).items()
+                if not isinstance(value, torch.Tensor) or value.numel() == 1
+            }
+            yield binding.name, self._has_state[index], scalars
+
+    def resident_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Values that are in no bucket: shard's name, name of the value, the tensor itself.
+
+        These are mains that stay in the model, and state of parameters that are not streamed.
+        """
+        for index, binding in enumerate(self.plan.bindings):
+            if not binding.keeps_main and binding.main.numel():
+                yield binding.name, MAIN_PLANE, binding.main.detach()
+            if index in self._streamed:
+                continue
+            for key, value in self.plan.optimizer.state.get(binding.main, {}).items():
+                if isinstance(value, torch.Tensor) and value.numel() != 1:
+                    yield binding.name, key, value
+
+    def set_resident(self, shard: str, key: str, values: torch.Tensor) -> None:
+        """Set a value that is in no bucket: a main that stays in the model, or unstreamed state."""
+        binding = next(each for each in self.plan.bindings if each.name == shard)
+        if key == MAIN_PLANE:
+            binding.main.detach().copy_(values)
+        else:
+            self.plan.optimizer.state[binding.main][key] = values.to(binding.main.device)
+
+    def restore(
+        self,
+        step: int,
+        records: Sequence[BucketRecord],
+        shards: dict[str, tuple[bool, dict[str, Any]]],
+    ) -> None:
+        """Take what is in the files now for the state, as described.
+
+        Args:
+            step: completed steps.
+            records: for each bucket, what its file holds.
+            shards: name -> whether it has state, and its scalars.
+        """
+        self.steps = step
+        self._failure = None
+        self.handed_out = None
+        for own, other in zip(self._records, records, strict=True):
+            own.step, own.written = other.step, list(other.written)
+        self._main_from_model = [False] * len(self.layout.buckets)
+        state = self.plan.optimizer.state
+        for index, (binding, schema) in enumerate(
+            zip(self.plan.bindings, self.plan.schemas, strict=True)
+        ):
+            self._has_state[index], scalars = shards[binding.name]
+            state.pop(binding.main, None)
+            if self._has_state[index] and index in self._streamed:
+                planes = tuple(plane.name for plane in schema.planes)
+                state[binding.main] = EvictedState(scalars, binding.name, planes)
+            elif scalars:
+                state[binding.main] = dict(scalars)
+
+    def update_model(self) -> None:
+        """Copy every main into the model's parameter, checking every bucket on the way.
+
+        Raises:
+            CorruptBucketError: a bucket is not what its footer says.
+        """
+
+        def copy(index: int, planes: dict[str, torch.Tensor]) -> None:
+            for piece in self._pieces[index]:
+                model = self.plan.bindings[piece.binding].model
+                if model is not None:
+                    model[piece.shard_slice].copy_(planes[MAIN_PLANE][piece.bucket_slice])
+
+        self.pipeline.forget()
+        self.read_planes(copy, [i for i, record in enumerate(self._records) if not record.is_blank])
+
     @contextmanager
     def materialized(self, mains: Iterable[torch.Tensor]) -> Iterator[None]:
         """Inside, the named mains hold real values on their device; changes are written back.
@@ -831,6 +936,7 @@ class Engine:
                 if not torch.equal(old.view(torch.int32), new.view(torch.int32)):
                     old.copy_(new)
                     changed = True
+                    self._model_is_behind.add(index)
             return changed
 
         self.read_planes(collect, buckets)

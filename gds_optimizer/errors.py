@@ -109,6 +109,10 @@ class StepFailedError(GdsOptimizerError, RuntimeError):
     """
 
 
+class SnapshotError(GdsOptimizerError, ValueError):
+    """A snapshot cannot be taken, is incomplete, does not fit, or is damaged."""
+
+
 class EvictedReadError(GdsOptimizerError, RuntimeError):
     """Code touched the values of a main parameter or moment while they are on disk."""
 

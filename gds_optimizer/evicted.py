@@ -297,8 +297,5 @@ class EvictedState(dict[str, Any]):
         self._refuse_plane(key)
         return super().setdefault(key, default)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise self._error(" and ".join(self.planes))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self._error(" and ".join(self.planes))

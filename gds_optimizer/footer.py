@@ -18,13 +18,16 @@ building the one that ought to be there and comparing all 512 words.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from gds_optimizer.checksum import checksum
+from gds_optimizer.errors import CorruptBucketError
 from gds_optimizer.layout import PAGE_BYTES, Bucket, Layout
 
 MAGIC = int.from_bytes(b"GDSOPTB1", "little")
@@ -63,26 +66,86 @@ def _plane_bytes(buffer: torch.Tensor, bucket: Bucket, plane: int) -> torch.Tens
     return buffer[spec.offset : spec.offset + spec.nbytes]
 
 
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """What the footer of a file says, after its own checksum was found right.
+
+    Attributes:
+        step: of the last write.
+        written: for each plane, whether it has been.
+        checksums: for each plane, 0 where it has not been written.
+    """
+
+    step: int
+    written: list[bool]
+    checksums: list[int]
+
+
+def parse_footer(page: bytes, bucket: Bucket, layout_id: bytes) -> Footer:
+    """Read a footer page.
+
+    Raises:
+        CorruptBucketError: it is none, of another bucket or layout, or damaged; says what differs.
+    """
+    found = torch.from_numpy(np.frombuffer(page, dtype="<i8").copy())
+    words = found.tolist()
+    planes = range(len(bucket.planes))
+    footer = Footer(
+        words[_STEP],
+        [bool(words[_PLANES + 2 * plane]) for plane in planes],
+        [words[_PLANES + 2 * plane + 1] for plane in planes],
+    )
+    record = BucketRecord(footer.step, footer.written)
+    expected = torch.from_numpy(
+        np.frombuffer(host_footer(bucket, layout_id, record, footer.checksums), dtype="<i8").copy()
+    )
+    if not torch.equal(expected, found):
+        raise CorruptBucketError(describe_difference(expected, found, bucket))
+    return footer
+
+
+def read_footer(path: Path, bucket: Bucket, layout_id: bytes) -> Footer:
+    """The footer of a bucket's file.
+
+    Raises:
+        CorruptBucketError: it is not what belongs there; names the file.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        file.seek(bucket.footer_offset)
+        page = file.read(PAGE_BYTES)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if len(page) != PAGE_BYTES:
+        raise CorruptBucketError(
+            f"bucket {bucket.index} in {path} is too short: wanted {bucket.file_bytes} bytes, got "
+            f"{bucket.footer_offset + len(page)} or fewer"
+        )
+    try:
+        return parse_footer(page, bucket, layout_id)
+    except CorruptBucketError as error:
+        raise CorruptBucketError(f"bucket {bucket.index} in {path}: {error}") from None
+
+
 def footer_words(buffer: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     """The footer inside a slot's buffer: a view of 512 int64 words."""
     return buffer[bucket.footer_offset : bucket.file_bytes].view(torch.int64)
 
 
-def _unsealed(bucket: Bucket, layout: Layout, record: BucketRecord) -> torch.Tensor:
+def _unsealed(bucket: Bucket, layout_id: bytes, record: BucketRecord) -> torch.Tensor:
     """A footer in host memory in which all checksums are 0."""
     words = np.zeros(WORDS, dtype=np.int64)
     words[0], words[1] = MAGIC, FORMAT_VERSION
-    words[2:6] = np.frombuffer(layout.layout_id, dtype="<i8")
+    words[2:6] = np.frombuffer(layout_id, dtype="<i8")
     words[6], words[_STEP], words[8] = bucket.index, record.step, len(bucket.planes)
     words[_PLANES : _PLANES + 2 * len(record.written) : 2] = record.written
     return torch.from_numpy(words)
 
 
 def host_footer(
-    bucket: Bucket, layout: Layout, record: BucketRecord, checksums: Sequence[int]
+    bucket: Bucket, layout_id: bytes, record: BucketRecord, checksums: Sequence[int]
 ) -> bytes:
     """The footer page for planes whose checksums are known already (one for each plane)."""
-    footer = _unsealed(bucket, layout, record)
+    footer = _unsealed(bucket, layout_id, record)
     for plane, (written, value) in enumerate(zip(record.written, checksums, strict=True)):
         if written:
             footer[_PLANES + 2 * plane + 1] = value
@@ -103,7 +166,7 @@ def build_footer(
     Returns:
         512 int64 words, not yet in the slot.
     """
-    footer = _unsealed(bucket, layout, record).to(buffer.device)
+    footer = _unsealed(bucket, layout.layout_id, record).to(buffer.device)
     for plane, written in enumerate(record.written):
         if written:
             footer[_PLANES + 2 * plane + 1] = checksum(_plane_bytes(buffer, bucket, plane))

@@ -158,6 +158,27 @@ class Layout:
             ],
         }
 
+    @classmethod
+    def from_description(cls, data: dict[str, Any]) -> Layout:
+        """The layout that `describe` described.
+
+        Raises:
+            ConfigError: it is of another version.
+        """
+        if data.get("version") != LAYOUT_VERSION:
+            raise ConfigError(
+                f"the layout has version {data.get('version')}, wanted {LAYOUT_VERSION}: it was "
+                "written by another version of this package"
+            )
+        specs = [
+            SpaceSpec(
+                planes=tuple(PlaneSpec(**plane) for plane in space["planes"]),
+                shards=tuple(Shard(**shard) for shard in space["shards"]),
+            )
+            for space in data["spaces"]
+        ]
+        return plan_layout(specs, bucket_numel=data["bucket_numel"])
+
     @cached_property
     def layout_id(self) -> bytes:
         """32 bytes that two layouts share exactly when they are the same."""

@@ -91,7 +91,8 @@ class OwnedDirectory:
         start = time.monotonic()
         while True:
             try:
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                for each in (path.parent, path):  # `parents=True` would not give the mode
+                    each.mkdir(mode=0o700, exist_ok=True)
                 owned = cls._try_acquire(path, purpose)
             except FileNotFoundError:
                 continue  # a neighbour that reclaimed the directory removed it just now

@@ -13,6 +13,7 @@ import torch
 
 from gds_optimizer.checksum import checksum
 from gds_optimizer.engine import Engine
+from gds_optimizer.errors import IoError
 from gds_optimizer.footer import BucketRecord, host_footer
 from gds_optimizer.mapping import PlaneMapping, flush_and_drop
 
@@ -31,7 +32,12 @@ class MappedState:
         layout = engine.layout
         self._planes = {
             (space.index, number): PlaneMapping(
-                layout, engine.store.paths, space.index, number, writable=writable
+                layout,
+                engine.store.paths,
+                space.index,
+                number,
+                writable=writable,
+                blank=self._blank_buckets(space.index, number),
             )
             for space in layout.spaces
             for number in range(len(space.planes))
@@ -43,13 +49,23 @@ class MappedState:
             for shard, binding in enumerate(members)
         }
 
+    def _blank_buckets(self, space: int, plane: int) -> frozenset[int]:
+        """Buckets whose file has never been given this plane; what is in it means nothing."""
+        return frozenset(
+            bucket.index
+            for bucket in self.engine.layout.buckets
+            if bucket.space == space and not self.engine.is_written(bucket.index, plane)
+        )
+
     def tensors(
         self, binding: int, start: int = 0, end: int | None = None
     ) -> dict[str, torch.Tensor]:
         """Elements `start` to `end` of a shard's planes, by plane name ("main" among them).
 
         Each is a 1-D CPU tensor that alone owns its storage, over the mapped files. Planes that
-        were never written read as zeros, which is what optimizers start from.
+        were never written read as zeros, which is what optimizers start from. Unless the state was
+        handed out for writing, storing into a tensor kills the process (SIGSEGV): its pages are
+        read-only, and neither torch nor Python knows.
         """
         space, shard = self._places[binding]
         first = space.shard_starts[shard] + start
@@ -63,6 +79,10 @@ class MappedState:
         """Make what was written through the tensors the engine's state.
 
         Every bucket gets a new footer, whose checksums are taken from the mapped pages.
+
+        Raises:
+            IoError: a footer could not be written; the engine goes on refusing to be used.
+            OSError: the files could not be flushed; likewise.
         """
         engine = self.engine
         for bucket in engine.layout.buckets:
@@ -71,12 +91,21 @@ class MappedState:
                 for number in range(len(bucket.planes))
             ]
             record = BucketRecord(engine.steps, [True] * len(bucket.planes))
-            footer = host_footer(bucket, engine.layout, record, checksums)
-            fd = os.open(engine.store.paths[bucket.index], os.O_WRONLY | os.O_CLOEXEC)
+            footer = host_footer(bucket, engine.layout.layout_id, record, checksums)
+            path = engine.store.paths[bucket.index]
+            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                os.pwrite(fd, footer, bucket.footer_offset)
+                written_bytes = os.pwrite(fd, footer, bucket.footer_offset)
             finally:
                 os.close(fd)
+            if written_bytes != len(footer):
+                raise IoError(
+                    path,
+                    "write",
+                    file_offset=bucket.footer_offset,
+                    wanted_bytes=len(footer),
+                    got=written_bytes,
+                )
         self.leave()
         engine.adopt_files()
 
@@ -93,20 +122,42 @@ class MappedState:
         flush_and_drop(list(self._planes.values()), self.engine.store.paths)
 
 
+def freeze_mapped(engine: Engine) -> None:
+    """Let training go on while somebody still reads what was handed out.
+
+    From now on the buckets are written to other files; the ones that were handed out live as long
+    as their tensors do.
+
+    Raises:
+        NoSpaceError: there is no room for a second set of files.
+    """
+    engine.store.freeze()
+    engine.handed_out = None
+
+
 def map_state(engine: Engine, *, writable: bool = False) -> MappedState:
     """Hand out the state of `engine` as tensors, once everything is on disk.
 
-    A mapping that is still there is handed out again. Reading (`writable=False`) leaves the
-    engine as it is. After writing, `MappedState.commit` must be called; until then a step refuses.
+    A mapping of the same kind that is still there is handed out again. Reading (`writable=False`)
+    leaves the engine as it is. After writing, `MappedState.commit` must be called; until then the
+    engine refuses every other use.
 
     Raises:
-        StepFailedError: the state is torn, or a write that went on behind the last step failed.
+        StepFailedError: the state is torn, a write that went on behind the last step failed, or
+            tensors were handed out for writing before and never committed.
     """
+    engine.check_usable()
     held = engine.handed_out
-    if isinstance(held, MappedState) and (held.writable or not writable):
+    if isinstance(held, MappedState) and held.writable == writable:
         return held
-    engine.settle()
-    engine.handed_out = MappedState(engine, writable=writable)
+    engine.take_files_back()
     if writable:
+        # Everything will be overwritten, so nothing needs to be brought into the files first, and
+        # files that a snapshot keeps must not be the ones.
+        engine.drain()
         engine.forget_slots()
+        engine.store.thaw()
+    else:
+        engine.settle()
+    engine.handed_out = MappedState(engine, writable=writable)
     return engine.handed_out

@@ -12,14 +12,16 @@ The mapped pages and direct I/O do not know of each other: whoever wrote through
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import torch
 
 from gds_optimizer.codecs import get_codec
+from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.layout import BUCKET_ALIGNMENT, PAGE_BYTES, Layout
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -45,7 +47,10 @@ def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int,
     mapped = _libc.mmap(address, nbytes, protection, flags, fd, at)
     if mapped is None or mapped == _MAP_FAILED:
         error = ctypes.get_errno()
-        raise OSError(error, f"cannot map {nbytes} bytes: {os.strerror(error)}")
+        hint = ""
+        if error == errno.ENOMEM:
+            hint = "; there may be too many mappings: raise vm.max_map_count or use larger buckets"
+        raise OSError(error, f"cannot map {nbytes} bytes: {os.strerror(error)}{hint}")
     return int(mapped)
 
 
@@ -58,15 +63,30 @@ class PlaneMapping:
         space: index of the space.
         plane: number of the plane within the space; encoded as it is in memory (fp32 and the
             like), so that a bucket's part is a whole number of pages.
-        writable: whether stores into the tensors reach the files.
+        writable: whether stores into the tensors reach the files. Where not, a store kills the
+            process with SIGSEGV.
+        blank: buckets (by index) whose part of the file means nothing: it reads as zeros.
 
     Raises:
-        OSError: a file cannot be opened or the address space is full.
+        UnsupportedError: the kernel's pages are larger than those of the files.
+        OSError: a file cannot be opened, or there is no room for another mapping.
     """
 
     def __init__(
-        self, layout: Layout, paths: Sequence[Path], space: int, plane: int, *, writable: bool
+        self,
+        layout: Layout,
+        paths: Sequence[Path],
+        space: int,
+        plane: int,
+        *,
+        writable: bool,
+        blank: Container[int] = (),
     ) -> None:
+        if mmap.PAGESIZE > PAGE_BYTES:
+            raise UnsupportedError(
+                f"this kernel has pages of {mmap.PAGESIZE} bytes, and bucket files can be mapped "
+                f"for a checkpoint only with pages of {PAGE_BYTES}: use snapshots instead"
+            )
         spec = layout.spaces[space].planes[plane]
         self.dtype = get_codec(spec.codec).dtype
         item_bytes = self.dtype.itemsize
@@ -74,13 +94,14 @@ class PlaneMapping:
             raise ValueError(f"plane {spec.name!r} ({spec.codec}) is not page-aligned in a bucket")
         buckets = [bucket for bucket in layout.buckets if bucket.space == space]
         self.nbytes = sum(bucket.numel for bucket in buckets) * item_bytes
-        self._pid = os.getpid()
-        # The range is reserved first, then the files' parts are put over it.
+        # The range is reserved first (as zeros), then the files' parts are put over it.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self.address = _map(None, max(self.nbytes, PAGE_BYTES), 0, flags, -1, 0)
+        self.address = _map(None, max(self.nbytes, PAGE_BYTES), mmap.PROT_READ, flags, -1, 0)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             for bucket in buckets:
+                if bucket.index in blank and not writable:
+                    continue
                 fd = os.open(paths[bucket.index], os.O_RDWR if writable else os.O_RDONLY)
                 try:
                     _map(

@@ -168,10 +168,9 @@ class Pipeline:
             return
         self.unfinished_writes.add(slot.bucket)
         self.store.check_unchanged(slot.bucket)
+        file = self.store.file_for_write(slot.bucket)
         for offset, nbytes in ranges:
-            slot.transfers.append(
-                self.store.files[slot.bucket].write(slot.buffer[offset : offset + nbytes], offset)
-            )
+            slot.transfers.append(file.write(slot.buffer[offset : offset + nbytes], offset))
             clock.stats.written_bytes += nbytes
         # Only now: a write of which a part was never started must not count as ended.
         slot.write_number = next(self.pool.write_numbers)

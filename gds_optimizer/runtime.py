@@ -53,6 +53,7 @@ class Runtime:
         engines: one for each part, in order.
     """
 
+    config: StreamConfig
     report: ProbeReport
     backend: IoBackend
     pool: SlotPool
@@ -95,7 +96,7 @@ class Runtime:
                 check_optimizer(part.optimizer, config, backend, rank, covered=part.covered)
             pool = cls._make_pool(plans, config, backend)
             undo.callback(pool.close)
-            runtime = cls(report, backend, pool)
+            runtime = cls(config, report, backend, pool)
             for part, plan in zip(parts, plans, strict=True):
                 store = Store(
                     plan.layout, config.directories, f"rank{rank:05d}/{part.name}", backend

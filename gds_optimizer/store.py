@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gds_optimizer.errors import ClosedError, ForkedError, NoSpaceError, StoreChangedError
@@ -46,9 +46,12 @@ class Store:
         self, layout: Layout, roots: Sequence[Path], name: str, backend: IoBackend
     ) -> None:
         self.layout = layout
+        self.backend = backend
         self.files: list[BucketFile] = []
         self.paths: list[Path] = []
         self._identities: list[tuple[int, int]] = []
+        self._frozen: set[int] = set()
+        self._spares: dict[int, Path] = {}
         self._pid = os.getpid()
         self._closed = False
         with contextlib.ExitStack() as undo:
@@ -81,28 +84,50 @@ class Store:
         for bucket in self.layout.buckets:
             directory = self._owned[bucket.index % len(self._owned)].path
             path = directory / f"bucket{bucket.index:05d}.bin"
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(fd, 0, bucket.file_bytes)
-                state = os.fstat(fd)
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise self._no_space(path, error) from error
-                raise
-            finally:
-                os.close(fd)
+            self._identities.append(self._create(path, bucket.file_bytes))
             self.paths.append(path)
-            self._identities.append((state.st_dev, state.st_ino))
+
+    def _create(self, path: Path, nbytes: int) -> tuple[int, int]:
+        """A new file with `nbytes` allocated; nothing stays when that fails.
+
+        Returns:
+            Its device and inode.
+
+        Raises:
+            NoSpaceError: it does not fit.
+        """
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            state = os.fstat(fd)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise self._no_space(path, error) from error
+            raise
+        finally:
+            os.close(fd)
+        return state.st_dev, state.st_ino
 
     def _no_space(self, path: Path, error: OSError) -> NoSpaceError:
-        reserved = sum(self.layout.buckets[i].file_bytes for i in range(len(self.paths)))
+        created = sum(self.layout.buckets[i].file_bytes for i in range(len(self.paths)))
         status = os.statvfs(path.parent)
         free = status.f_bavail * status.f_frsize
+        if created < self.layout.total_bytes:
+            what = (
+                f"the state of this optimizer needs {self.layout.total_bytes} bytes over "
+                f"{len(self._owned)} directories, {created} were reserved"
+            )
+        else:
+            what = (
+                f"keeping the present files needs {self.missing_spare_bytes} bytes more, for the "
+                "files that the next step writes instead"
+            )
         return NoSpaceError(
-            f"{path.parent} has too little room ({os.strerror(error.errno or 0)}): the state of "
-            f"this optimizer needs {self.layout.total_bytes} bytes over {len(self._owned)} "
-            f"directories, {reserved} were reserved and {free} are free now: free space, name a "
-            "larger or another directory, or raise the limit on file size"
+            f"{path.parent} has too little room ({os.strerror(error.errno or 0)}): {what} and "
+            f"{free} are free now: free space, name a larger or another directory, or raise the "
+            "limit on file size"
         )
 
     def _write_description(self) -> None:
@@ -151,6 +176,115 @@ class Store:
                 f"bucket file {path} was resized: wanted {wanted_bytes} bytes, got "
                 f"{state.st_size}; somebody truncated or extended it while it was in use"
             )
+
+    # ------------------------------------------------------------------ frozen files
+
+    def is_frozen(self, index: int) -> bool:
+        """Whether a bucket's present file must not be written: its next write goes elsewhere."""
+        return index in self._frozen
+
+    @property
+    def missing_spare_bytes(self) -> int:
+        """Bytes that `freeze` would have to reserve now."""
+        return sum(b.file_bytes for b in self.layout.buckets if b.index not in self._spares)
+
+    def link_all(self, link: Callable[[int], Path]) -> None:
+        """Give every bucket's file a second name on its file system; nothing may be in flight.
+
+        Follow it with `freeze`, or remove the links.
+
+        Raises:
+            OSError: a link could not be made; none is left.
+        """
+        with contextlib.ExitStack() as undo:
+            for bucket in self.layout.buckets:
+                self.check_unchanged(bucket.index)
+                target = link(bucket.index)
+                os.link(self.paths[bucket.index], target)
+                undo.callback(target.unlink)
+            undo.pop_all()
+
+    def freeze(self) -> None:
+        """Never write the present files again: the next write of each bucket goes elsewhere.
+
+        The files that are written instead are reserved here, so that a full disk is met here.
+
+        Raises:
+            NoSpaceError: there is no room for a second set of files; nothing is frozen.
+        """
+        for bucket in self.layout.buckets:
+            if bucket.index not in self._spares:
+                spare = self.paths[bucket.index].with_suffix(".spare.bin")
+                self._create(spare, bucket.file_bytes)
+                self._spares[bucket.index] = spare
+        self._frozen.update(range(len(self.layout.buckets)))
+
+    def file_for_write(self, index: int) -> BucketFile:
+        """The file that a bucket's next write goes to; the whole bucket must be written.
+
+        For a frozen bucket that is its spare, which takes the bucket's name. No transfer of the
+        bucket may be in flight.
+        """
+        if index in self._frozen:
+            self._replace(index, self._spares.pop(index))
+        return self.files[index]
+
+    def _replace(self, index: int, path: Path) -> None:
+        """Give a bucket another file, which loses its own name."""
+        state = os.stat(path)
+        os.replace(path, self.paths[index])
+        self.files[index].close()
+        self.files[index] = self.backend.open(self.paths[index])
+        self._identities[index] = (state.st_dev, state.st_ino)
+        self._frozen.discard(index)
+
+    def thaw(self) -> None:
+        """Give every frozen bucket its spare now, with whatever is in it."""
+        for index in sorted(self._frozen):
+            self.file_for_write(index)
+
+    def adopt_frozen(self, index: int, source: Path) -> bool:
+        """Make a file that must not be written (of a snapshot) a bucket's present one.
+
+        The bucket's former file becomes its spare.
+
+        Returns:
+            False if the file is on another file system: copy it instead.
+        """
+        here = self.paths[index].parent
+        if os.stat(source).st_dev != os.stat(here).st_dev:
+            return False
+        incoming = self.paths[index].with_suffix(".incoming.bin")
+        os.link(source, incoming)
+        spare = self.paths[index].with_suffix(".spare.bin")
+        if index not in self._frozen:
+            os.replace(self.paths[index], spare)
+            self._spares[index] = spare
+        self._replace(index, incoming)
+        self._frozen.add(index)
+        return True
+
+    def adopt_spare(self, source: Path) -> bool:
+        """Take over a file that nobody needs any more, so that its extents are used again.
+
+        Returns:
+            False if no bucket on its file system wants a spare of its size; it is left alone.
+        """
+        state = os.stat(source)
+        if state.st_nlink != 1:
+            return False
+        for bucket in self.layout.buckets:
+            path = self.paths[bucket.index]
+            if (
+                bucket.index not in self._spares
+                and bucket.file_bytes == state.st_size
+                and os.stat(path.parent).st_dev == state.st_dev
+            ):
+                spare = path.with_suffix(".spare.bin")
+                os.replace(source, spare)
+                self._spares[bucket.index] = spare
+                return True
+        return False
 
     def _close_files(self) -> None:
         """Close every file, also when one of them reports a failure; then raise the first."""

@@ -1,18 +1,34 @@
 """Streaming for megatron-core: the only part of this package that imports it."""
 
+import importlib
+
 from gds_optimizer.config import StreamConfig, add_arguments
 
-__all__ = ["StreamConfig", "add_arguments", "attach", "materialized", "streamed_optimizer"]
+# megatron-core takes seconds to import; the flags alone do not need it.
+_LAZY = {
+    "attach": "setup",
+    "streamed_optimizer": "setup",
+    "materialized": "optimizer",
+    "streamed_training": "training",
+    "snapshot": "snapshots",
+    "restore": "snapshots",
+    "copy_snapshot": "snapshots",
+}
+
+__all__ = [
+    "StreamConfig",
+    "add_arguments",
+    "attach",
+    "copy_snapshot",
+    "materialized",
+    "restore",
+    "snapshot",
+    "streamed_optimizer",
+    "streamed_training",
+]
 
 
 def __getattr__(name: str) -> object:
-    # megatron-core takes seconds to import; the flags alone do not need it.
-    if name in ("attach", "streamed_optimizer"):
-        from gds_optimizer.megatron import setup
-
-        return getattr(setup, name)
-    if name == "materialized":
-        from gds_optimizer.megatron.optimizer import materialized
-
-        return materialized
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

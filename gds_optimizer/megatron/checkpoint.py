@@ -19,7 +19,7 @@ import torch
 from gds_optimizer.engine import MAIN_PLANE, Engine
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import EvictedState
-from gds_optimizer.mapped_state import map_state
+from gds_optimizer.mapped_state import MappedState, map_state
 from gds_optimizer.megatron.rectangles import rectangles
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,13 @@ def shard_tensors(
 
 
 def set_shard_tensors(engine: Engine, binding: int, tensors: dict[str, Any]) -> None:
-    """Take the values of one shard's state; those that were loaded in place are there already."""
+    """Take the values of one shard's state; those that were loaded in place are there already.
+
+    Args:
+        engine: keeps the shard.
+        binding: number of the shard's binding.
+        tensors: 1-D tensors of the whole shard, by Megatron's names.
+    """
     for name, target in shard_tensors(engine, binding, writable=True).items():
         source = tensors[name]
         if source.data_ptr() != target.data_ptr():
@@ -55,8 +61,12 @@ def set_shard_tensors(engine: Engine, binding: int, tensors: dict[str, Any]) -> 
 
 
 def commit_loaded(engine: Engine) -> None:
-    """Everything has been loaded into the mapped files: it is the state from now on."""
-    map_state(engine, writable=True).commit()
+    """Everything has been loaded into the mapped files: it is the state from now on.
+
+    Does nothing where that has been said already: Megatron's ways of loading call each other.
+    """
+    if isinstance(engine.handed_out, MappedState) and engine.handed_out.writable:
+        engine.handed_out.commit()
 
 
 @contextlib.contextmanager
@@ -96,6 +106,9 @@ def model_shaped_state(
 
     Returns:
         Number of the parameter -> state name -> number of the rectangle -> `ShardedTensor`.
+
+    Raises:
+        UnsupportedError: a parameter is not described, or cut in a way that has no rectangles.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
@@ -103,11 +116,19 @@ def model_shaped_state(
     described, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     by_param = {each.data: each for each in nested_values(described)}
     params = [param for buffer in optimizer.buffers for param in buffer.param_index_map]
-    return {
-        number: _sharded_rectangles(optimizer, by_param[param], param, is_loading)
-        for number, param in enumerate(params)
-        if optimizer.binding_of(param) is not None
-    }
+    state = {}
+    for number, param in enumerate(params):
+        binding = optimizer.binding_of(param)
+        if binding is None:
+            continue
+        if param not in by_param:
+            name = optimizer.engine.plan.bindings[binding].name
+            raise UnsupportedError(
+                f"the model's sharded state dict does not hold the parameter of {name}: make it "
+                "from the parameters themselves (state_dict with keep_vars=True), not from copies"
+            )
+        state[number] = _sharded_rectangles(optimizer, by_param[param], param, is_loading)
+    return state
 
 
 def _sharded_rectangles(
@@ -133,6 +154,9 @@ def _sharded_rectangles(
             for name, tensor in shard_tensors(
                 optimizer.engine, binding, at, at + cut.numel, writable=is_loading
             ).items():
+                if is_loading and part.allow_shape_mismatch:
+                    # A smaller tensor in the checkpoint leaves the rest as Megatron does: zero.
+                    tensor.zero_()
                 found.setdefault(name, {})[f"{part_number}.{number}"] = ShardedTensor(
                     f"optimizer.state.{name}.{part.key}",
                     tensor.view(shape),
@@ -191,7 +215,7 @@ def warn_of_broken_writer(optimizer: Any, common: dict[str, Any]) -> None:
     megatron-core 0.16 to 0.19 mixes elements up when it gathers buffers of several communication
     buckets with padded ends into the model's shapes. Streamed runs do not gather.
     """
-    if common.get(STREAMED_MARK):
+    if common.get("param_state_sharding_type") != "fully_reshardable" or common.get(STREAMED_MARK):
         return
     from megatron.core import __version__
 

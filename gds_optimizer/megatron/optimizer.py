@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from gds_optimizer.engine import Binding, Engine
+from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import EvictedTensor, captured_copies, evict_
+from gds_optimizer.mapped_state import freeze_mapped
 from gds_optimizer.megatron import checkpoint
 from gds_optimizer.megatron.deferred import mains_deferred
 from gds_optimizer.megatron.half_grads import HALF_DTYPES, half_grads_kept
@@ -177,8 +179,9 @@ def streamed_class(base: Any) -> Any:
             if "param_state" in state_dict:
                 self._commit_loaded()
 
-        def load_parameter_state(self, *args: Any, **kwargs: Any) -> None:
-            super().load_parameter_state(*args, **kwargs)
+        def load_parameter_state_from_dp_zero(self, *args: Any, **kwargs: Any) -> None:
+            # A chain calls it without `load_parameter_state`.
+            super().load_parameter_state_from_dp_zero(*args, **kwargs)
             self._commit_loaded()
 
         def _commit_loaded(self) -> None:
@@ -190,11 +193,17 @@ def streamed_class(base: Any) -> Any:
             self, model_sharded_state_dict: Any = None, is_loading: bool = False, **kwargs: Any
         ) -> Any:
             self._is_loading = is_loading
-            state_dict = super().sharded_state_dict(
-                model_sharded_state_dict or {}, is_loading, **kwargs
-            )
+            try:
+                state_dict = super().sharded_state_dict(
+                    model_sharded_state_dict or {}, is_loading, **kwargs
+                )
+            finally:
+                self._is_loading = False
             if state_dict.get("param_state_sharding_type") == "fully_reshardable":
                 state_dict[checkpoint.STREAMED_MARK] = True
+            async_save = self._runtime is not None and self._runtime.config.async_save
+            if self._engine is not None and async_save and not is_loading:
+                freeze_mapped(self._engine)
             return state_dict
 
         def sharded_param_state_fully_reshardable(
@@ -213,7 +222,14 @@ def streamed_class(base: Any) -> Any:
             }
 
         def load_parameter_state_from_fully_reshardable(self, state_dict: Any) -> None:
-            checkpoint.take_loaded_rectangles(self._handed_out or {}, state_dict)
+            if self._engine is None:
+                return
+            if self._handed_out is None:
+                raise UnsupportedError(
+                    "the optimizer state to load was not asked of this optimizer: what is loaded "
+                    "must come from its own sharded_state_dict(..., is_loading=True)"
+                )
+            checkpoint.take_loaded_rectangles(self._handed_out, state_dict)
 
         def _get_main_param_and_optimizer_states(self, model_param: Any) -> Any:
             if self._engine is None:

@@ -211,13 +211,15 @@ class Pair:
         *,
         groups: Mapping[int, Mapping[str, Any]] | None = None,
         native: Sequence[int] = (),
+        dtype: torch.dtype = torch.bfloat16,
         **options: Any,
     ) -> None:
         self.sizes = list(sizes)
         self.native = set(native)
 
         def models() -> list[torch.Tensor]:
-            return [v.float() if i in self.native else v for i, v in enumerate(first_values(sizes))]
+            values = first_values(sizes, dtype=dtype)
+            return [v.float() if i in self.native else v for i, v in enumerate(values)]
 
         self.resident = ResidentOptimizer(make, models(), groups=groups, native=native)
         self.streamed = StreamedOptimizer(

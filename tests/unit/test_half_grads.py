@@ -128,7 +128,17 @@ def test_zeros_are_counted(numel):
 def test_zeros_are_counted_in_chunks(monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_NUMEL", 64)
     both = Both(1000)
+    sizes = []
+    convert = HalfGrad.converted
+
+    def converted(self: HalfGrad, where: Any = slice(None)) -> torch.Tensor:
+        values = convert(self, where)
+        sizes.append(values.numel())
+        return values
+
+    monkeypatch.setattr(HalfGrad, "converted", converted)
     assert torch.count_nonzero(both.kept) == torch.count_nonzero(both.full)
+    assert sizes == [64] * 15 + [40]
 
 
 def test_values_that_scaling_rounds_to_zero_count_as_zeros():
@@ -269,7 +279,7 @@ def test_a_slice_is_a_copy_that_may_be_changed():
 
 def test_zeroing_drops_the_values_themselves():
     both = Both()
-    both.kept.mul_(CLIP)
+    both.kept.mul_(float("inf"))
     both.kept.zero_()
     assert not both.shard.any()
     assert not both.kept.converted().any()
@@ -331,6 +341,9 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "clamp_": lambda g: g.clamp_(-1, 1),
     "copy_": lambda g: g.copy_(torch.ones(1000)),
     "copy_other": lambda g: g.copy_(HalfGrad.of(torch.ones(1000, dtype=torch.bfloat16))),
+    "copy_other_scaled": lambda g: g.copy_(
+        HalfGrad.of(torch.ones(1000, dtype=torch.bfloat16)).detach() * 2.0
+    ),
     "set_item": lambda g: operator.setitem(g, 0, 1.0),
     "set_slice": lambda g: operator.setitem(g, slice(0, 5), 0.0),
     "foreach_mul_": lambda g: torch._foreach_mul_([g], 2.0),
