@@ -1,0 +1,195 @@
+"""Whole steps on synthetic state, between measurements of what the drives allow."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gds_optimizer.bench.limit import Limit, LimitFiles
+from gds_optimizer.config import StreamConfig
+from gds_optimizer.engine import Binding
+from gds_optimizer.evicted import evicted_like
+from gds_optimizer.runtime import Part, Runtime
+from gds_optimizer.stepper import install_step
+from gds_optimizer.telemetry import PHASES, PassClock, PassStats
+
+_SHARD_NUMEL = 2**24
+_LIMIT_BYTES = 4 * 2**30
+
+
+@dataclass(slots=True)
+class BenchResult:
+    """What a benchmark found; `to_dict` is its JSON form."""
+
+    io_path: str
+    device: str
+    directories: list[str]
+    numel: int
+    state_bytes: int
+    limit: Limit
+    initialize: PassStats
+    initialize_s: float
+    steps: list[PassStats] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes that a step reads and writes; the median over the steps."""
+        return statistics.median(s.read_bytes + s.written_bytes for s in self.steps)
+
+    @property
+    def ratio_to_limit(self) -> float:
+        """Median step time over the time that its bytes take at the best mixed rate."""
+        return statistics.median(self.steps_s) / (self.moved_bytes / self.limit.mixed / 1e9)
+
+    @property
+    def initialize_ratio(self) -> float:
+        """Time of the first writing over what its bytes take at the best first-write rate."""
+        return self.initialize_s / (self.initialize.written_bytes / self.limit.first_write / 1e9)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data; rates are 10⁹ bytes a second, times seconds."""
+        phases = {
+            f"{name}_s": statistics.median(s.phases_s[name] for s in self.steps) for name in PHASES
+        }
+        return {
+            "io_path": self.io_path,
+            "device": self.device,
+            "directories": self.directories,
+            "numel": self.numel,
+            "state_bytes": self.state_bytes,
+            "limit": {
+                "first_write_gbps": self.limit.first_write,
+                "read_gbps": self.limit.read,
+                "write_gbps": self.limit.write,
+                "mixed_gbps": self.limit.mixed,
+                "best": self.limit.best,
+            },
+            "initialize": {
+                "seconds": self.initialize_s,
+                "bytes": self.initialize.written_bytes,
+                "ratio_to_limit": self.initialize_ratio,
+            },
+            "step": {
+                "count": len(self.steps_s),
+                "median_s": statistics.median(self.steps_s),
+                "min_s": min(self.steps_s),
+                "max_s": max(self.steps_s),
+                **phases,
+            },
+            "bytes": {
+                "read": statistics.median(s.read_bytes for s in self.steps),
+                "written": statistics.median(s.written_bytes for s in self.steps),
+            },
+            "ratio_to_limit": self.ratio_to_limit,
+        }
+
+    def to_text(self) -> str:
+        """For people; the last sentence says what it means."""
+        limit, step_s = self.limit, statistics.median(self.steps_s)
+        phases = ", ".join(f"{name} {self.to_dict()['step'][f'{name}_s']:.2f} s" for name in PHASES)
+        return (
+            f"{self.numel / 1e9:.3f} billion parameters, {self.state_bytes / 1e9:.2f} GB of state "
+            f"on {', '.join(self.directories)} ({self.io_path}, {self.device})\n"
+            f"drives      read {limit.read:.2f}, write {limit.write:.2f}, both at once "
+            f"{limit.mixed:.2f}, first write {limit.first_write:.2f} GB/s\n"
+            f"initialise  {self.initialize.written_bytes / 1e9:.2f} GB in "
+            f"{self.initialize_s:.2f} s, {self.initialize_ratio:.2f} times what the drives need\n"
+            f"step        {step_s:.2f} s (median of {len(self.steps_s)}, {min(self.steps_s):.2f} "
+            f"to {max(self.steps_s):.2f}), {self.moved_bytes / step_s / 1e9:.2f} GB/s\n"
+            f"of which    {phases}\n"
+            f"A step takes {self.ratio_to_limit:.2f} times what these drives need for its bytes; "
+            f"7 billion parameters a rank would take {7e9 / self.numel * step_s:.0f} s."
+        )
+
+
+def _synthetic(numel: int, device: torch.device) -> tuple[torch.optim.Optimizer, list[Binding]]:
+    bindings = []
+    for start in range(0, numel, _SHARD_NUMEL):
+        count = min(_SHARD_NUMEL, numel - start)
+        name = f"synthetic[{start}:{start + count}]"
+        model = torch.randn(count, device=device).to(torch.bfloat16)
+        main = evicted_like(model, dtype=torch.float32, name=name)
+        bindings.append(Binding(name, main, model))
+    optimizer = torch.optim.AdamW([torch.zeros(1, device=device)], lr=1e-4, fused=True)
+    optimizer.param_groups[0]["params"] = [binding.main for binding in bindings]
+    return optimizer, bindings
+
+
+@torch.no_grad()
+def run_bench(
+    config: StreamConfig,
+    *,
+    numel: int,
+    steps: int,
+    device: torch.device,
+    limit_bytes: int = _LIMIT_BYTES,
+    progress: Callable[[str], None] = lambda line: None,
+) -> BenchResult:
+    """Measure the drives, the first writing and some steps, in turn.
+
+    Args:
+        config: directories, path, slots and so on.
+        numel: parameters; their state takes 12 bytes each in the directories.
+        steps: how many to time, at least 1; one before them is not counted.
+        device: where parameters and slots are.
+        limit_bytes: of the files over which the drives are measured.
+        progress: gets a line now and then.
+
+    Raises:
+        GdsOptimizerError: setting up or a step failed.
+    """
+    optimizer, bindings = _synthetic(numel, device)
+    grads = torch.randn(min(numel, _SHARD_NUMEL), device=device) * 0.01
+    limit_bytes = min(limit_bytes, 12 * numel)
+    with LimitFiles(config.directories, limit_bytes) as files:
+        files.measure_first_write(fresh=False)
+        progress(f"first write {files.limit.first_write:.2f} GB/s")
+        runtime = Runtime.build(
+            [Part(optimizer, bindings, "bench")], config, device=device, rank=0, eager=False
+        )
+        engine = runtime.engines[0]
+        try:
+            uninstall = install_step(optimizer, engine.step)
+            initialize, initialize_s = _timed(engine.initialize, engine.drain)
+            files.measure_first_write()
+            result = BenchResult(
+                str(runtime.report.io_path),
+                str(device),
+                [str(directory) for directory in config.directories],
+                numel,
+                engine.layout.total_bytes,
+                files.limit,
+                engine.last_stats,
+                initialize_s,
+            )
+            del initialize
+            for number in range(steps + 1):
+                for binding in bindings:
+                    binding.main.grad = grads[: binding.main.numel()]
+                _, seconds = _timed(optimizer.step, engine.drain)
+                if number:
+                    result.steps.append(engine.last_stats)
+                    result.steps_s.append(seconds)
+                progress(f"step {number}: {seconds:.2f} s, {engine.last_stats.describe()}")
+                if number in (0, steps // 2 + 1):
+                    files.measure()
+            uninstall()
+        finally:
+            runtime.close_engine(engine)
+    return result
+
+
+def _timed(*actions: Callable[[], Any]) -> tuple[Any, float]:
+    """Results and seconds of some calls, the device included."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    clock = PassClock("")
+    results = [action() for action in actions]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return results, clock.finish().wall_s

@@ -1,0 +1,102 @@
+"""`megatron.training`'s own loop, started as users start it: train, stop, save, resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.megatron]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).with_name("pretrain_program.py")
+STEPS = 8
+STOP_AT = 4
+
+TRAINING = f"""
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+    --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 2 --train-iters {STEPS}
+    --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --bf16
+    --use-distributed-optimizer --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+    --transformer-impl local --no-masked-softmax-fusion --no-gradient-accumulation-fusion
+    --no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
+    --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 0 --eval-interval 1000
+    --untie-embeddings-and-output-weights --num-workers 0 --attention-backend unfused
+    --ckpt-format torch_dist --save-interval 1000
+""".split()
+
+
+def train(*arguments: str, port: int) -> dict[str, Any]:
+    """Run the program in a process of its own; its last RESULT line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gds_optimizer.megatron", str(PROGRAM), *TRAINING, *arguments],
+        cwd=REPOSITORY,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert results, f"status {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    result: dict[str, Any] = json.loads(results[-1].removeprefix("RESULT "))
+    result["log"] = done.stdout + done.stderr
+    return result
+
+
+def streaming(directory: Path) -> list[str]:
+    directory.mkdir(exist_ok=True)
+    return [
+        "--stream-optimizer-state-to-disk",
+        "--stream-optimizer-state-dir",
+        str(directory),
+        "--stream-optimizer-state-bucket-size",
+        "48KiB",
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Streamed, without a stop, after it was found equal to the plain run."""
+    plain = train(port=29811)
+    streamed = train(*streaming(tmp_path_factory.mktemp("state")), port=29812)
+    assert "io path: posix" in streamed["log"]
+    assert len(plain["losses"]) == STEPS
+    assert streamed["losses"] == plain["losses"]
+    assert streamed["params"] == plain["params"]
+    return streamed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "extra",
+    [[], ["--dist-ckpt-optim-fully-reshardable"], ["--async-save"]],
+    ids=["dp_reshardable", "fully_reshardable", "async_save"],
+)
+def test_stop_and_resume_is_bit_exact(
+    whole: dict[str, Any], extra: list[str], tmp_path: Path
+) -> None:
+    options = [*streaming(tmp_path / "state"), *extra]
+    checkpoint = str(tmp_path / "checkpoint")
+    first = train(*options, "--save", checkpoint, "--exit-interval", str(STOP_AT), port=29813)
+    second = train(*options, "--load", checkpoint, "--save", checkpoint, port=29814)
+    assert len(first["losses"]) == STOP_AT
+    assert first["losses"] + second["losses"] == whole["losses"]
+    assert second["params"] == whole["params"]
+    assert not list((tmp_path / "state").iterdir())

@@ -1,0 +1,120 @@
+"""The benchmark measures what it says, adds up, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gds_optimizer.bench.limit import LimitFiles
+from gds_optimizer.bench.steps import run_bench
+from gds_optimizer.config import StreamConfig
+from gds_optimizer.telemetry import PHASES
+
+NUMEL = 100_000
+LIMIT_BYTES = 64 * 2**20
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("bench")
+    lines: list[str] = []
+    result = run_bench(
+        StreamConfig(directories=(directory,), bucket_size=12 * 8192),
+        numel=NUMEL,
+        steps=3,
+        device=torch.device("cpu"),
+        limit_bytes=LIMIT_BYTES,
+        progress=lines.append,
+    )
+    return result, directory, lines
+
+
+def test_every_step_is_counted_and_moves_all_bytes(result):
+    found, _, lines = result
+    assert len(found.steps) == len(found.steps_s) == 3
+    for stats in found.steps:
+        assert stats.written_bytes == found.state_bytes
+        # What the pass before left in the slots is not read again.
+        assert found.state_bytes - 4 * 2**20 < stats.read_bytes < found.state_bytes
+    assert sum(line.startswith("step") for line in lines) == 4
+
+
+def test_the_phases_of_a_step_sum_to_its_wall_time(result):
+    for stats in result[0].steps:
+        assert set(stats.phases_s) == set(PHASES)
+        assert sum(stats.phases_s.values()) == pytest.approx(stats.wall_s, rel=0.02)
+        assert all(seconds >= 0 for seconds in stats.phases_s.values())
+
+
+def test_the_json_has_the_documented_keys(result):
+    data = json.loads(json.dumps(result[0].to_dict()))
+    assert set(data["limit"]) == {
+        "first_write_gbps",
+        "read_gbps",
+        "write_gbps",
+        "mixed_gbps",
+        "best",
+    }
+    assert {"median_s", "min_s", "max_s", "read_wait_s", "compute_s", "write_wait_s"} <= set(
+        data["step"]
+    )
+    assert set(data["bytes"]) == {"read", "written"}
+    moved = data["bytes"]["read"] + data["bytes"]["written"]
+    wanted = data["step"]["median_s"] / (moved / data["limit"]["mixed_gbps"] / 1e9)
+    assert data["ratio_to_limit"] == pytest.approx(wanted, rel=0.05)
+    assert data["initialize"]["bytes"] >= 4 * NUMEL
+
+
+def test_nothing_is_left(result):
+    assert list(result[1].iterdir()) == []
+
+
+def test_limit_files_are_removed_when_measuring_fails(tmp_path):
+    def measure() -> None:
+        with LimitFiles([tmp_path], LIMIT_BYTES) as files:
+            os.truncate(files.paths[0], 4096)
+            files.measure()
+
+    with pytest.raises(OSError, match="moved"):
+        measure()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_limit_files_are_spread_over_the_directories(tmp_path):
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    with LimitFiles(directories, LIMIT_BYTES):
+        assert [len(list(directory.iterdir())) for directory in directories] == [1, 1]
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gds_optimizer.cli", "bench", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def test_the_command_prints_json_alone_on_stdout(tmp_path):
+    done = run_cli(
+        "--dir", str(tmp_path), "--numel", "1e5", "--steps", "1", "--device", "cpu", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["numel"] == NUMEL
+    assert "step 1" in done.stderr
+
+
+@pytest.mark.parametrize("numel", ["0", "1.5", "many"])
+def test_a_wrong_count_is_a_usage_error(tmp_path, numel):
+    done = run_cli("--dir", str(tmp_path), "--numel", numel)
+    assert done.returncode == 2
+    assert "wanted a whole number" in done.stderr
