@@ -18,6 +18,7 @@ import torch
 
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.engine import Binding, Engine, EnginePlan, plan_engine
+from gds_optimizer.errors import GdsOptimizerError
 from gds_optimizer.io import IoBackend, make_backend
 from gds_optimizer.probe import ProbeReport, Severity, decide_io_path
 from gds_optimizer.self_check import check_optimizer
@@ -101,14 +102,17 @@ class Runtime:
                 store = Store(
                     plan.layout, config.directories, f"rank{rank:05d}/{part.name}", backend
                 )
+                undo.callback(store.close)
                 engine = Engine(plan, pool, store, timeout_s=config.io_timeout_s)
                 runtime.engines.append(engine)
-                undo.callback(engine.close)
+                undo.callback(_close_after_failure, engine)
             runtime._log_setup(config, rank)
             for part, engine in zip(parts, runtime.engines, strict=True):
                 if eager or any(binding.initial for binding in part.bindings):
                     stats = engine.initialize()
                     logger.info("rank %d: initialised %s: %s", rank, part.name, stats.describe())
+            for engine in runtime.engines:
+                engine.drain()  # a disk that cannot hold the first mains is no start
             undo.pop_all()
         # Runs at exit after the engines' own finalizers, which were registered later.
         weakref.finalize(runtime, _close_shared, pool, backend, os.getpid())
@@ -141,6 +145,24 @@ class Runtime:
                 mend = f" -> {finding.mend}" if finding.mend else ""
                 logger.info("rank %d: %s: %s%s", rank, finding.name, finding.what, mend)
 
+    def suspend(self) -> None:
+        """Free the slots, which all engines share, when nothing is in flight any more.
+
+        Raises:
+            StepFailedError: a write that went on behind the last step has failed.
+        """
+        for engine in self.engines:
+            engine.drain()
+        self.pool.suspend()
+
+    def resume(self) -> None:
+        """Undo `suspend`; nothing if it was not called.
+
+        Raises:
+            ConfigError: the memory has gone to somebody else meanwhile.
+        """
+        self.pool.resume()
+
     def close_engine(self, engine: Engine) -> None:
         """Close one engine; the last one takes slots and backend with it."""
         if engine not in self.engines:
@@ -151,6 +173,11 @@ class Runtime:
         finally:
             if not self.engines:
                 _close_shared(self.pool, self.backend, self._pid)
+
+
+def _close_after_failure(engine: Engine) -> None:
+    with contextlib.suppress(GdsOptimizerError):  # the first failure is on its way up already
+        engine.close()
 
 
 def _close_shared(pool: SlotPool, backend: IoBackend, pid: int) -> None:

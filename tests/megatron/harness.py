@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import math
 import os
@@ -158,6 +159,10 @@ def _run_rank(directory: Path) -> None:
             rank=rank,
             world_size=int(os.environ["WORLD_SIZE"]),
         )
+        # Each training ends with a collection, which need not look at what was imported.
+        importlib.import_module("gds_optimizer.megatron.cpu").import_megatron()
+        gc.collect()
+        gc.freeze()
         name, args = pickle.loads((directory / "task").read_bytes())
         module, _, attribute = name.partition(":")
         result = getattr(importlib.import_module(module), attribute)(*args)

@@ -24,6 +24,7 @@ from gds_optimizer.errors import (
 )
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.layout import PlaneSpec, Shard, SpaceSpec, plan_layout
+from gds_optimizer.megatron.fused_adam import FusedAdamStandIn
 from gds_optimizer.slots import SlotPool
 from tests.support import io_backends
 from tests.support.engines import (
@@ -43,6 +44,8 @@ from tests.support.page_cache import resident_pages
 
 sgd = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 nadam = partial(torch.optim.NAdam, lr=1e-2)
+# Counts its steps in the groups, also of groups without a gradient.
+fused_adam = partial(FusedAdamStandIn, lr=1e-2, weight_decay=0.1)
 EVERY = tuple(range(len(SIZES)))
 
 
@@ -254,10 +257,11 @@ def test_a_parameter_that_never_trains(tmp_path):
         assert same_bits(state["p3"]["main"], first_values(SIZES)[3].float())
 
 
-def test_a_group_without_gradients_for_a_while(tmp_path):
+@pytest.mark.parametrize("make", [adamw, fused_adam], ids=["adamw", "fused"])
+def test_a_group_without_gradients_for_a_while(tmp_path, make):
     groups = {0: {}, 4: {"lr": 1e-3}}
     second = tuple(range(4, len(SIZES)))
-    with pair(tmp_path, adamw, groups=groups) as both:
+    with pair(tmp_path, make, groups=groups) as both:
         for step, without in enumerate([(), second, second, (), EVERY, ()]):
             both.step(step, without)
             both.check()
@@ -409,19 +413,23 @@ def test_an_eager_start_writes_mains_and_footers_only(tmp_path):
         assert run.engine.last_stats.read_bytes == sum(b.planes[0].nbytes + 4096 for b in read)
 
 
-def test_state_that_is_given_continues(tmp_path):
-    """Resident for 3 steps, streamed for 3 more."""
+@pytest.mark.parametrize("make", [adamw, nadam, fused_adam], ids=["adamw", "nadam", "fused"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_state_that_is_given_continues(tmp_path, make, slots):
+    """Resident for 3 steps, streamed for 3 more, in which a parameter joins."""
     groups = {4: {"weight_decay": 0.3}}
 
     def train(optimizer: torch.optim.Optimizer, mains: list[torch.Tensor]) -> None:
         for step in range(3):
-            for main, grad in zip(mains, grads_of(SIZES, step, (2,)), strict=True):
+            for main, grad in zip(mains, grads_of(SIZES, step, (2, 7)), strict=True):
                 main.grad = grad
             optimizer.step()
 
-    with pair(tmp_path, nadam, groups=groups, initialize="given", warm_up=train) as both:
+    options: dict[str, Any] = {"initialize": "given", "warm_up": train, "slots": slots}
+    with pair(tmp_path, make, groups=groups, **options) as both:
+        assert all(binding.initial is None for binding in both.engine.plan.bindings)
         for step in range(3):
-            both.resident.step(grads_of(SIZES, step, (2,)))
+            both.resident.step(grads_of(SIZES, step, (2, 7)))
         for step in range(3, 6):
             both.step(step)
             both.check()
@@ -752,6 +760,18 @@ def test_slots_can_be_given_back_between_steps(tmp_path):
         both.check()
 
 
+def test_the_files_do_not_depend_on_the_slots(tmp_path):
+    """Nothing of one bucket is left in the gaps of another."""
+    found = []
+    for slots in (1, 64):
+        with streamed(tmp_path, slots=slots) as run:
+            for step in range(2):
+                run.step(grads_of(SIZES, step))
+            run.engine.drain()
+            found.append(contents(run.paths))
+    assert found[0] == found[1]
+
+
 def test_two_engines_share_a_pool(tmp_path):
     backend = io_backends.make("host")
     pool = SlotPool(2, 16 * 4096, backend)
@@ -886,6 +906,7 @@ def test_any_shards_buckets_slots_and_gradients(tmp_path_factory, data):
         st.sampled_from(
             [
                 adamw,
+                fused_adam,
                 partial(torch.optim.AdamW, lr=1e-2, fused=True),
                 sgd,
                 nadam,

@@ -42,12 +42,15 @@ ORDER = (
     ("jsonvalues",),
     ("checkpoint",),
     ("snapshot",),
+    ("snapshot_files",),
     ("snapshot_read",),
+    ("snapshot_restore",),
+    ("snapshot_copy",),
     ("snapshots",),
     ("self_check",),
     ("runtime",),
     ("pytorch", "megatron"),
-    ("demo",),
+    ("demo", "bench"),
     ("cli",),
 )
 RANKS = {part: rank for rank, parts in enumerate(ORDER) for part in parts}

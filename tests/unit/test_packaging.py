@@ -81,7 +81,11 @@ def test_conda_and_pip_install_the_same():
 
 
 def test_the_core_stays_light():
-    assert [Requirement(text).name for text in PROJECT["dependencies"]] == ["torch", "numpy"]
+    assert [Requirement(text).name for text in PROJECT["dependencies"]] == [
+        "torch",
+        "numpy",
+        "tqdm",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,9 @@ class ScriptedStore:
         if index in self.changed:
             raise StoreChangedError(f"bucket {index} was replaced")
 
+    def file_for_write(self, index: int) -> ScriptedFile:
+        return self.files[index]
+
 
 class Rig:
     """A pipeline over scripted files; a visit adds 10 to every byte of its bucket."""
