@@ -82,7 +82,8 @@ class OwnedDirectory:
 
     @classmethod
     def acquire(cls, path: Path, *, purpose: str = "train") -> OwnedDirectory:
-        """Own `path`, creating it (mode 0700) where needed, and remove a dead owner's scratch.
+        """Own `path`, creating it and its parent (mode 0700) where needed, and remove a dead
+        owner's scratch. What is above the parent has to exist.
 
         Raises:
             StoreLockedError: a living process owns it; the message names that process.
@@ -95,7 +96,11 @@ class OwnedDirectory:
                     each.mkdir(mode=0o700, exist_ok=True)
                 owned = cls._try_acquire(path, purpose)
             except FileNotFoundError:
-                continue  # a neighbour that reclaimed the directory removed it just now
+                # A neighbour that reclaimed the directory removed it just now; or the drive is gone,
+                # and then nothing is to be created where it was mounted.
+                if not path.parent.parent.is_dir():
+                    raise
+                continue
             except StoreLockedError as error:
                 # Another rank that is starting may be clearing what a dead run left here.
                 limit_s = _RECLAIM_WAIT_S if error.owner.get("purpose") == "reclaim" else 0.0

@@ -288,6 +288,7 @@ def test_the_earliest_of_several_ranks_counts():
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs or none")
 def test_a_rank_that_fails_ends_all_and_leaves_nothing(tmp_path):
+    (tmp_path / FOLDER).mkdir()
     owned = OwnedDirectory.acquire(tmp_path / FOLDER / "rank00001" / "opt0")
     try:
         result = run("--ranks", 2, *SMALL, "--dir", tmp_path)

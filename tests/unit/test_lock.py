@@ -137,6 +137,12 @@ def test_modes(tmp_path):
     owned.close()
 
 
+def test_a_root_that_is_gone_is_not_created(tmp_path):
+    with pytest.raises(FileNotFoundError, match="drive"):
+        OwnedDirectory.acquire(tmp_path / "drive" / "rank00000" / "opt0")
+    assert not (tmp_path / "drive").exists()
+
+
 def test_the_disk_use_of_killed_runs_does_not_add_up(tmp_path, start, caplog):
     used = []
     for _ in range(3):
