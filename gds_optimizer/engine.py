@@ -7,141 +7,31 @@ encode, and write the footer. No framework is known here; a front end binds shar
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, Protocol
 
 import torch
 
+from gds_optimizer.bucket_state import BucketState
 from gds_optimizer.codecs import get_codec
 from gds_optimizer.errors import (
     ClosedError,
-    CorruptBucketError,
     GdsOptimizerError,
     StepFailedError,
     UnsupportedError,
 )
-from gds_optimizer.evicted import EvictedState, EvictedTensor, release_, restore_
-from gds_optimizer.footer import (
-    BucketRecord,
-    build_footer,
-    describe_difference,
-    expected_words,
-    footer_words,
-    replace_plane_checksum,
-)
-from gds_optimizer.layout import (
-    PAGE_BYTES,
-    Bucket,
-    Layout,
-    PlaneSpec,
-    Shard,
-    SpaceSpec,
-    bucket_numel_for,
-    plan_layout,
-)
+from gds_optimizer.evicted import EvictedTensor, release_, restore_
+from gds_optimizer.footer import BucketRecord
 from gds_optimizer.pipeline import Pipeline, Ranges
-from gds_optimizer.schema import StateSchema, discover_schema
+from gds_optimizer.plan import MAIN_PLANE, EnginePlan
+from gds_optimizer.scalars import Scalars
 from gds_optimizer.slots import Slot, SlotPool
-from gds_optimizer.stepper import Stepper, copy_value
+from gds_optimizer.step_pass import StepPass
+from gds_optimizer.stepper import Stepper
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock, PassStats
-
-logger = logging.getLogger(__name__)
-
-MAIN_PLANE = "main"
-
-
-@dataclass(slots=True, eq=False)
-class Binding:
-    """One shard and the tensors that go with it.
-
-    Attributes:
-        name: global name of the shard, unique within an engine.
-        main: what the optimizer's groups hold: an `EvictedTensor` whose values are kept in a main
-            plane, or a 1-D tensor that stays where it is and is stepped in place.
-        model: 1-D half-precision part of the model's parameter: the main's first value comes from
-            it and every new one goes into it. None for a main that stays.
-        initial: state to start from instead of `model` and nothing: plane name -> 1-D tensor.
-    """
-
-    name: str
-    main: torch.Tensor
-    model: torch.Tensor | None = None
-    initial: dict[str, torch.Tensor] | None = None
-
-    @property
-    def keeps_main(self) -> bool:
-        return isinstance(self.main, EvictedTensor)
-
-
-@dataclass(slots=True, eq=False)
-class EnginePlan:
-    """What an engine will keep, before anything is allocated."""
-
-    optimizer: torch.optim.Optimizer
-    bindings: list[Binding]
-    schemas: list[StateSchema]
-    layout: Layout
-    shard_bindings: list[list[int]]
-    """Binding index by space and shard; bindings without planes are in no space."""
-
-
-@torch.no_grad()
-def plan_engine(
-    optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], bucket_size_bytes: int
-) -> EnginePlan:
-    """Ask the optimizer what it keeps and lay it out.
-
-    Raises:
-        UnsupportedError: the optimizer cannot be streamed, or holds a parameter without binding.
-        ConfigError: the bucket size is too small.
-    """
-    group_of = {
-        id(main): index
-        for index, group in enumerate(optimizer.param_groups)
-        for main in group["params"]
-    }
-    known: dict[tuple[int, torch.dtype, torch.device], StateSchema] = {}
-    schemas = []
-    for binding in bindings:
-        key = (group_of[id(binding.main)], binding.main.dtype, binding.main.device)
-        if key not in known:
-            known[key] = discover_schema(optimizer, *key)
-        schemas.append(known[key])
-
-    members: dict[tuple[PlaneSpec, ...], list[int]] = {}
-    for index, (binding, schema) in enumerate(zip(bindings, schemas, strict=True)):
-        planes = schema.planes
-        if binding.keeps_main:
-            planes = (PlaneSpec(name=MAIN_PLANE), *planes)
-        if planes:
-            members.setdefault(planes, []).append(index)
-    specs = [
-        SpaceSpec(
-            planes=planes,
-            shards=tuple(Shard(name=bindings[i].name, numel=bindings[i].main.numel()) for i in own),
-        )
-        for planes, own in members.items()
-    ]
-    layout = plan_layout(specs, bucket_numel=bucket_numel_for(bucket_size_bytes, specs))
-    return EnginePlan(optimizer, list(bindings), schemas, layout, list(members.values()))
-
-
-@dataclass(slots=True, eq=False)
-class _BoundPiece:
-    """A piece, its binding, and the tensor that the optimizer steps for it.
-
-    The tensor lives as long as the engine: optimizers may key their own caches by it.
-    """
-
-    binding: int
-    shard_slice: slice
-    bucket_slice: slice
-    tensor: torch.Tensor
 
 
 class HandedOutState(Protocol):
@@ -165,6 +55,7 @@ class Engine:
     Attributes:
         last_stats: times and bytes of the last pass.
         steps: completed steps.
+        before_step: called once each, in turn, when the next step begins; threads may append.
     """
 
     def __init__(self, plan: EnginePlan, pool: SlotPool, store: Store, *, timeout_s: float) -> None:
@@ -178,74 +69,25 @@ class Engine:
         self._stepper = Stepper(plan.optimizer)
         self._failure: StepFailedError | None = None
         self._forward = True
-        self._records = [
-            BucketRecord(0, [False] * len(bucket.planes)) for bucket in self.layout.buckets
-        ]
-        # Buckets whose main plane is out of date: the model's parameters hold the values.
-        self._main_from_model = [False] * len(self.layout.buckets)
-        # Buckets whose mains were changed between steps: the next step gives them to the model.
-        self._model_is_behind: set[int] = set()
-        self._has_state = [False] * len(plan.bindings)
         self._materialized = 0  # blocks of `materialized` that are open
-        self._pieces = [self._bind(bucket) for bucket in self.layout.buckets]
+        self._buckets = BucketState(plan, store)
         # An optimizer counts steps of an empty parameter too; it just has nothing to stream.
-        self._streamed = {piece.binding for pieces in self._pieces for piece in pieces}
+        self._streamed = {piece.binding for pieces in self._buckets.pieces for piece in pieces}
+        self._scalars = Scalars(plan, self._streamed)
         self._index_of = {id(b.main): i for i, b in enumerate(plan.bindings)}
         for binding in plan.bindings:
             if isinstance(binding.main, EvictedTensor):
                 binding.main.streaming_engine = weakref.ref(self)
-        self.adopt_scalars()
         self.handed_out: HandedOutState | None = None
+        self.before_step: list[Callable[[], None]] = []
         self._finalizer = weakref.finalize(self, _close, self.pipeline, store)
-
-    def _bind(self, bucket: Bucket) -> list[_BoundPiece]:
-        members = self.plan.shard_bindings[bucket.space]
-        bound = []
-        for piece in bucket.pieces:
-            index = members[piece.shard]
-            main = self.plan.bindings[index].main
-            bound.append(
-                _BoundPiece(
-                    index,
-                    slice(piece.shard_offset, piece.shard_offset + piece.numel),
-                    slice(piece.bucket_offset, piece.bucket_offset + piece.numel),
-                    torch.empty(0, dtype=main.dtype, device=main.device),
-                )
-            )
-        return bound
-
-    # ------------------------------------------------------------------ scalars
 
     def adopt_scalars(self) -> None:
         """Take the per-parameter scalars from the optimizer's state, and leave only them there.
 
         To be called after others have replaced that state (`load_state_dict` does).
         """
-        state = self.plan.optimizer.state
-        for index, (binding, schema) in enumerate(
-            zip(self.plan.bindings, self.plan.schemas, strict=True)
-        ):
-            if index not in self._streamed:
-                continue
-            planes = tuple(plane.name for plane in schema.planes)
-            held = state.get(binding.main)
-            if held is not None:
-                self._has_state[index] = self._has_state[index] or bool(held)
-                scalars = {key: value for key, value in held.items() if key not in planes}
-                state[binding.main] = EvictedState(scalars, binding.name, planes)
-
-    def _scalars(self, index: int) -> dict[str, Any]:
-        held = self.plan.optimizer.state.get(self.plan.bindings[index].main, {})
-        return {key: copy_value(value) for key, value in held.items()}
-
-    def _commit_scalars(self, scalars: dict[int, dict[str, Any]]) -> None:
-        state = self.plan.optimizer.state
-        for index, values in scalars.items():
-            binding, schema = self.plan.bindings[index], self.plan.schemas[index]
-            self._has_state[index] = True
-            if index in self._streamed:
-                planes = tuple(plane.name for plane in schema.planes)
-                state[binding.main] = EvictedState(values, binding.name, planes)
+        self._scalars.adopt()
 
     # ------------------------------------------------------------------ use and failure
 
@@ -271,15 +113,20 @@ class Engine:
         torn = sorted(self.pipeline.unfinished_writes)
         done = [
             index
-            for index, record in enumerate(self._records)
+            for index, record in enumerate(self._buckets.records)
             if record.step > self.steps and index not in torn
         ]
-        held = f"{len(done)} of {len(self._records)} buckets hold step {self.steps + 1}"
+        held = ""
         if torn:
-            held += f", the last write of {_numbered(torn)} did not complete"
+            held += f"The last write of {_numbered(torn)} did not complete. "
+        if done:
+            held += (
+                f"{len(done)} of {len(self._buckets.records)} buckets hold step {self.steps + 1}. "
+            )
         self._failure = StepFailedError(
-            f"{what} failed: {error}. {held}, the others step {self.steps} or earlier. The state "
-            f"in {', '.join(map(str, self.store.directories))} is not usable: close the optimizer "
+            f"{what} failed: {error}. {held}{'All others' if held else 'All buckets'} hold step "
+            f"{self.steps} or earlier. The state in "
+            f"{', '.join(map(str, self.store.directories))} is not usable: close the optimizer "
             "and resume from the last checkpoint"
         )
         if not isinstance(error, Exception):
@@ -322,70 +169,6 @@ class Engine:
         self._forward = not self._forward
         return ordered
 
-    # ------------------------------------------------------------------ planes
-
-    def _planes(self, bucket: Bucket, slot: Slot) -> dict[str, torch.Tensor]:
-        return {
-            plane.name: get_codec(plane.codec).decode(
-                slot.buffer[plane.offset : plane.offset + plane.nbytes], bucket.numel
-            )
-            for plane in bucket.planes
-        }
-
-    def _needed(self, index: int) -> list[int]:
-        """Planes of a bucket that a step must read."""
-        record, bucket = self._records[index], self.layout.buckets[index]
-        return [
-            number
-            for number, plane in enumerate(bucket.planes)
-            if record.written[number]
-            and not (plane.name == MAIN_PLANE and self._main_from_model[index])
-        ]
-
-    def _ranges(self, index: int, planes: Sequence[int]) -> Ranges:
-        """Planes and the footer as byte ranges, neighbours merged; nothing for a blank bucket."""
-        bucket = self.layout.buckets[index]
-        if self._records[index].is_blank:
-            return ()
-        spans = [(bucket.planes[n].offset, bucket.planes[n].nbytes) for n in planes]
-        spans.append((bucket.footer_offset, PAGE_BYTES))
-        merged: list[tuple[int, int]] = []
-        for offset, nbytes in spans:
-            if merged and sum(merged[-1]) == offset:
-                merged[-1] = (merged[-1][0], merged[-1][1] + nbytes)
-            else:
-                merged.append((offset, nbytes))
-        return merged
-
-    def _expect(self, index: int, slot: Slot, planes: Sequence[int]) -> Callable[[], None]:
-        """Start comparing a bucket that was read with its footer; call the result to know.
-
-        The comparison is queued on the device. Its outcome is asked for when the visit waits for
-        the device anyway.
-        """
-        record, bucket = self._records[index], self.layout.buckets[index]
-        if record.is_blank:
-            return lambda: None
-        expected = expected_words(slot.buffer, bucket, self.layout, record, planes)
-        found = footer_words(slot.buffer, bucket).clone()
-        differs = (expected != found).any()
-
-        def check() -> None:
-            if differs.item():
-                raise CorruptBucketError(
-                    f"bucket {index} in {self.store.paths[index]} is not what was written: "
-                    f"{describe_difference(expected, found, bucket)}"
-                )
-
-        return check
-
-    def _fill_main_from_model(self, index: int, main: torch.Tensor) -> None:
-        main.zero_()
-        for piece in self._pieces[index]:
-            model = self.plan.bindings[piece.binding].model
-            if model is not None:
-                main[piece.bucket_slice].copy_(model[piece.shard_slice])
-
     # ------------------------------------------------------------------ the step
 
     def step(self) -> None:
@@ -397,178 +180,25 @@ class Engine:
         Raises:
             StepFailedError: it could not be completed; the cause says where and why.
         """
+        while self.before_step:
+            self.before_step.pop(0)()
         self.check_usable()
-        groups = {
-            id(main): index
-            for index, group in enumerate(self.plan.optimizer.param_groups)
-            for main in group["params"]
-        }
-        unknown = groups.keys() - self._index_of.keys()
-        if unknown:
-            raise UnsupportedError(
-                f"{len(unknown)} parameters were added to the optimizer after its state was "
-                "set up for streaming: build the optimizer anew with all parameters"
-            )
         if self._materialized:
             raise UnsupportedError(
                 "an optimizer step inside `materialized` would be undone when the block writes its "
                 "values back: step outside of it"
             )
-        grads = {
-            index: grad
-            for index, binding in enumerate(self.plan.bindings)
-            if id(binding.main) in groups and (grad := binding.main.grad) is not None
-        }
-        active = [
-            index
-            for index, pieces in enumerate(self._pieces)
-            if index in self._model_is_behind or any(piece.binding in grads for piece in pieces)
-        ]
-        scalars: dict[int, dict[str, Any]] = {}
+        step_pass = StepPass(self._buckets, self._scalars, self._stepper, self.pool, self.steps + 1)
         with self._pass(f"optimizer step {self.steps + 1}") as clock:
             self._stepper.begin()
             self.pipeline.run(
-                self._ordered(active),
-                reads=lambda index: self._ranges(index, self._needed(index)),
-                visit=lambda index, slot, from_disk: self._visit(
-                    index, slot, from_disk, groups, grads, scalars
-                ),
+                self._ordered(step_pass.active),
+                reads=lambda index: self._buckets.ranges(index, self._buckets.needed(index)),
+                visit=step_pass.visit,
                 clock=clock,
             )
-            self._step_rest(groups, grads, scalars)
-            self._stepper.commit()
-            self._commit_scalars(scalars)
+            step_pass.finish()
         self.steps += 1
-
-    def _visit(
-        self,
-        index: int,
-        slot: Slot,
-        from_disk: bool,
-        groups: dict[int, int],
-        grads: dict[int, torch.Tensor],
-        scalars: dict[int, dict[str, Any]],
-    ) -> Ranges:
-        bucket, record = self.layout.buckets[index], self._records[index]
-        needed = self._needed(index)
-        check = self._expect(index, slot, needed) if from_disk else None
-        if check is not None and not slot.buffer.is_cuda:
-            check()  # nothing to overlap with: refuse bad bytes before anything is computed
-        planes = self._planes(bucket, slot)
-        for number, (name, values) in enumerate(planes.items()):
-            if number in needed:
-                continue
-            if name == MAIN_PLANE:
-                self._fill_main_from_model(index, values)
-            else:
-                values.zero_()
-
-        active = [piece for piece in self._pieces[index] if piece.binding in grads]
-        steps = []
-        for piece in active:
-            binding = self.plan.bindings[piece.binding]
-            main = planes[MAIN_PLANE] if binding.keeps_main else binding.main.detach()
-            where = piece.bucket_slice if binding.keeps_main else piece.shard_slice
-            piece.tensor.data = main[where]
-            piece.tensor.grad = grads[piece.binding][piece.shard_slice]
-            state = self._state_for(piece, planes)
-            steps.append((groups[id(binding.main)], piece.tensor, state))
-        results = self._stepper.run(steps) if steps else []
-        for piece, state in zip(active, results, strict=True):
-            piece.tensor.grad = None
-            self._store_state(piece, state, planes, scalars)
-        for piece in self._pieces[index]:
-            model = self.plan.bindings[piece.binding].model
-            if model is not None:
-                model[piece.shard_slice].copy_(planes[MAIN_PLANE][piece.bucket_slice])
-
-        written = BucketRecord(self.steps + 1, [True] * len(bucket.planes))
-        footer_words(slot.buffer, bucket).copy_(
-            build_footer(slot.buffer, bucket, self.layout, written)
-        )
-        self.pool.synchronize_compute()
-        if check is not None:
-            check()
-        record.step, record.written = written.step, written.written
-        self._main_from_model[index] = False
-        self._model_is_behind.discard(index)
-        return [(0, bucket.file_bytes)]
-
-    def _state_for(self, piece: _BoundPiece, planes: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """The optimizer's state for a piece: views of the planes, and the parameter's scalars."""
-        schema = self.plan.schemas[piece.binding]
-        if self._has_state[piece.binding]:
-            scalars = self._scalars(piece.binding)
-        elif schema.initial is not None:
-            scalars = {key: copy_value(value) for key, value in schema.initial.items()}
-        else:
-            return {}
-        return {
-            **scalars,
-            **{plane.name: planes[plane.name][piece.bucket_slice] for plane in schema.planes},
-        }
-
-    def _store_state(
-        self,
-        piece: _BoundPiece,
-        state: dict[str, Any],
-        planes: dict[str, torch.Tensor],
-        scalars: dict[int, dict[str, Any]],
-    ) -> None:
-        """Put what the optimizer left where it belongs: planes into the slot, scalars aside."""
-        names = {plane.name for plane in self.plan.schemas[piece.binding].planes}
-        kept: dict[str, Any] = {}
-        for key, value in state.items():
-            if key in names:
-                view = planes[key][piece.bucket_slice]
-                if value.data_ptr() != view.data_ptr():  # created or replaced, not updated
-                    view.copy_(value)
-            elif isinstance(value, torch.Tensor) and value.numel() > 1:
-                raise UnsupportedError(
-                    f"{type(self.plan.optimizer).__name__} began to keep {key!r} for "
-                    f"{self.plan.bindings[piece.binding].name} after its state was laid out: set "
-                    "the option that turns it on before the optimizer is set up for streaming"
-                )
-            else:
-                kept[key] = value
-        if state:
-            scalars.setdefault(piece.binding, kept)
-
-    def _step_rest(
-        self,
-        groups: dict[int, int],
-        grads: dict[int, torch.Tensor],
-        scalars: dict[int, dict[str, Any]],
-    ) -> None:
-        """What no bucket covers: parameters that keep no planes, and groups without a gradient.
-
-        Some optimizers count a step for every group that has parameters, with gradients or not.
-        """
-        visited = {
-            groups[id(binding.main)]
-            for index, binding in enumerate(self.plan.bindings)
-            if index in grads and index in self._streamed
-        }
-        rest = []
-        for index, binding in enumerate(self.plan.bindings):
-            group = groups.get(id(binding.main))
-            if group is None:
-                continue
-            if index not in self._streamed:
-                tensor = _in_place(binding.main)
-                tensor.grad = None if index not in grads else grads[index][:]
-                state = self.plan.optimizer.state.get(binding.main, {})
-                rest.append((index, (group, tensor, dict(state))))
-            elif group not in visited:
-                idle = torch.empty(0, dtype=binding.main.dtype, device=binding.main.device)
-                rest.append((index, (group, idle, {})))
-                visited.add(group)
-        if not rest:
-            return
-        results = self._stepper.run([piece for _, piece in rest])
-        for (index, _), state in zip(rest, results, strict=True):
-            if index not in self._streamed and state:
-                self.plan.optimizer.state[self.plan.bindings[index].main] = state
 
     # ------------------------------------------------------------------ writing without a step
 
@@ -590,13 +220,13 @@ class Engine:
         return self.last_stats
 
     def _visit_initial(self, index: int, slot: Slot, from_disk: bool) -> Ranges:
-        bucket, record = self.layout.buckets[index], self._records[index]
-        planes = self._planes(bucket, slot)
+        buckets, record = self._buckets, self._buckets.records[index]
+        planes = buckets.planes(self.layout.buckets[index], slot)
         for number, (name, values) in enumerate(planes.items()):
             if name == MAIN_PLANE:
-                self._fill_main_from_model(index, values)
+                buckets.fill_main_from_model(index, values)
                 record.written[number] = True
-            for piece in self._pieces[index]:
+            for piece in buckets.pieces[index]:
                 source = (self.plan.bindings[piece.binding].initial or {}).get(name)
                 if source is None:
                     continue
@@ -607,20 +237,16 @@ class Engine:
         record.step = self.steps
         if record.is_blank:
             return ()
-        footer_words(slot.buffer, bucket).copy_(
-            build_footer(slot.buffer, bucket, self.layout, record)
-        )
+        buckets.seal(index, slot, record)
         self.pool.synchronize_compute()
-        written = [number for number, is_written in enumerate(record.written) if is_written]
-        return self._ranges(index, written)
+        return buckets.written_ranges(index)
 
     def take_mains_from_model(self) -> None:
         """From now on the mains are what the model's parameters say: nothing is written now."""
         self.check_usable()
         self.take_files_back()  # tensors handed out before show mains that count no longer
-        for index, bucket in enumerate(self.layout.buckets):
-            if any(plane.name == MAIN_PLANE for plane in bucket.planes):
-                self._main_from_model[index] = True
+        for index in self._buckets.with_main():
+            self._buckets.main_from_model[index] = True
 
     def write_mains(self, sources: dict[int, torch.Tensor]) -> PassStats:
         """Rewrite the main planes, bucket by bucket, in place.
@@ -631,12 +257,12 @@ class Engine:
         """
 
         def fill(index: int, main: torch.Tensor) -> bool:
-            self._fill_main_from_model(index, main)
-            for piece in self._pieces[index]:
+            self._buckets.fill_main_from_model(index, main)
+            for piece in self._buckets.pieces[index]:
                 source = sources.get(id(self.plan.bindings[piece.binding].main))
                 if source is not None:
                     main[piece.bucket_slice].copy_(source[piece.shard_slice])
-                    self._model_is_behind.add(index)
+                    self._buckets.model_is_behind.add(index)
             return True
 
         self._rewrite(range(len(self.layout.buckets)), fill, read_main=False)
@@ -654,38 +280,39 @@ class Engine:
         A bucket whose file must stay as it is (a snapshot's) is copied as a whole to its next one.
         """
 
+        state = self._buckets
+
         def planes_to_read(index: int) -> list[int]:
             frozen = self.store.is_frozen(index)
-            return [n for n in self._needed(index) if frozen or (read_main and n == 0)]
+            return [n for n in state.needed(index) if frozen or (read_main and n == 0)]
 
         def visit(index: int, slot: Slot, from_disk: bool) -> Ranges:
-            bucket, record = self.layout.buckets[index], self._records[index]
-            needed = self._needed(index)
+            record = state.records[index]
             if from_disk:
-                self._expect(index, slot, planes_to_read(index))()
-            main = self._planes(bucket, slot)[MAIN_PLANE]
-            if read_main and 0 not in needed:
-                self._fill_main_from_model(index, main)
+                state.expect(index, slot, planes_to_read(index))()
+            main = state.planes(self.layout.buckets[index], slot)[MAIN_PLANE]
+            if read_main and 0 not in state.needed(index):
+                state.fill_main_from_model(index, main)
             if not fill(index, main):
                 return ()
             blank = record.is_blank
             record.written[0] = True
-            self._main_from_model[index] = False
+            state.main_from_model[index] = False
             if blank:
-                footer_words(slot.buffer, bucket).copy_(
-                    build_footer(slot.buffer, bucket, self.layout, record)
-                )
+                state.seal(index, slot, record)
             else:
-                replace_plane_checksum(slot.buffer, bucket, 0)
+                state.reseal_main(index, slot)
             self.pool.synchronize_compute()
-            written = [n for n, is_written in enumerate(record.written) if is_written]
-            return self._ranges(index, written if self.store.is_frozen(index) else [0])
+            if self.store.is_frozen(index):
+                return state.written_ranges(index)
+            return state.ranges(index, [0])
 
-        wanted = [i for i in buckets if self.layout.buckets[i].planes[0].name == MAIN_PLANE]
+        with_main = set(state.with_main())
+        wanted = [index for index in buckets if index in with_main]
         with self._pass("rewriting the main parameters") as clock:
             self.pipeline.run(
                 self._ordered(wanted),
-                reads=lambda index: self._ranges(index, planes_to_read(index)),
+                reads=lambda index: state.ranges(index, planes_to_read(index)),
                 visit=visit,
                 clock=clock,
             )
@@ -698,15 +325,12 @@ class Engine:
         Raises:
             StepFailedError: writing failed, now or behind the last step.
         """
-        stale = [
-            index
-            for index, bucket in enumerate(self.layout.buckets)
-            if bucket.planes[0].name == MAIN_PLANE and 0 not in self._needed(index)
-        ]
+        state = self._buckets
+        stale = [index for index in state.with_main() if 0 not in state.needed(index)]
         if stale:
 
             def fill(index: int, main: torch.Tensor) -> bool:
-                self._fill_main_from_model(index, main)
+                state.fill_main_from_model(index, main)
                 return True
 
             self._rewrite(stale, fill, read_main=False)
@@ -718,12 +342,13 @@ class Engine:
 
     def adopt_files(self) -> None:
         """Take what is in the files (all planes, with footers of this step) for the state."""
-        for record in self._records:
-            record.step, record.written = self.steps, [True] * len(record.written)
-        self._main_from_model = [False] * len(self.layout.buckets)
-        for index in self._streamed:
-            self._has_state[index] = True
-        self.adopt_scalars()
+        self._buckets.adopt(
+            [
+                BucketRecord(self.steps, [True] * len(bucket.planes))
+                for bucket in self.layout.buckets
+            ]
+        )
+        self._scalars.start()
         self.handed_out = None
 
     # ------------------------------------------------------------------ reading
@@ -738,29 +363,29 @@ class Engine:
         self.check_usable()
         self.take_files_back()
         self._check_slots()
+        state = self._buckets
 
         def read(index: int, slot: Slot, from_disk: bool) -> Ranges:
-            needed = self._needed(index)
             if from_disk:
-                self._expect(index, slot, needed)()
-            planes = self._planes(self.layout.buckets[index], slot)
-            for number, (name, values) in enumerate(planes.items()):
-                if number not in needed and name == MAIN_PLANE:
-                    self._fill_main_from_model(index, values)
-                elif number not in needed:
-                    values.zero_()
+                state.expect(index, slot, state.needed(index))()
+            planes = state.current_planes(index, slot)
             visit(index, planes)
             self.pool.synchronize_compute()
             return ()
 
         clock = PassClock(str(self.pool.backend.io_path))
-        with torch.no_grad(), self.pool.computing():
-            self.pipeline.run(
-                self._ordered(buckets),
-                reads=lambda index: self._ranges(index, self._needed(index)),
-                visit=read,
-                clock=clock,
-            )
+        try:
+            with torch.no_grad(), self.pool.computing():
+                self.pipeline.run(
+                    self._ordered(buckets),
+                    reads=lambda index: state.ranges(index, state.needed(index)),
+                    visit=read,
+                    clock=clock,
+                )
+        except GdsOptimizerError as error:
+            if self.pipeline.unfinished_writes:
+                self._fail("writing behind the last step", error)
+            raise
 
     def read_state(self) -> dict[str, dict[str, Any]]:
         """Everything this engine keeps, in host memory: for tests and small models.
@@ -777,14 +402,14 @@ class Engine:
                 entry[MAIN_PLANE] = torch.empty(numel, dtype=binding.main.dtype)
             else:
                 entry[MAIN_PLANE] = binding.main.detach().cpu().clone()
-            if self._has_state[index] and index in self._streamed:
+            if self._scalars.has_state[index] and index in self._streamed:
                 for plane in self.plan.schemas[index].planes:
                     entry[plane.name] = torch.empty(numel, dtype=get_codec(plane.codec).dtype)
-            entry.update(self._scalars(index))
+            entry.update(self._scalars.of(index))
             state[binding.name] = entry
 
         def collect(index: int, planes: dict[str, torch.Tensor]) -> None:
-            for piece in self._pieces[index]:
+            for piece in self._buckets.pieces[index]:
                 entry = state[self.plan.bindings[piece.binding].name]
                 for name, values in planes.items():
                     if name in entry:
@@ -806,25 +431,21 @@ class Engine:
     @property
     def records(self) -> list[BucketRecord]:
         """What each bucket's file holds."""
-        return self._records
+        return self._buckets.records
 
     def is_blank(self, index: int) -> bool:
         """Whether nothing was ever written to a bucket."""
-        return self._records[index].is_blank
-
-    def is_written(self, index: int, plane: int) -> bool:
-        """Whether a bucket's file holds a plane; one that was never written counts as zeros."""
-        return self._records[index].written[plane]
+        return self._buckets.records[index].is_blank
 
     def shard_scalars(self) -> Iterator[tuple[str, bool, dict[str, Any]]]:
         """Name, whether it has state, and the state's scalars, of every shard."""
         for index, binding in enumerate(self.plan.bindings):
             scalars = {
                 key: value
-                for key, value in self._scalars(index).items()
+                for key, value in self._scalars.of(index).items()
                 if not isinstance(value, torch.Tensor) or value.numel() == 1
             }
-            yield binding.name, self._has_state[index], scalars
+            yield binding.name, self._scalars.has_state[index], scalars
 
     def resident_tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Values that are in no bucket: shard's name, name of the value, the tensor itself.
@@ -848,6 +469,30 @@ class Engine:
         else:
             self.plan.optimizer.state[binding.main][key] = values.to(binding.main.device)
 
+    def abandon_state(self, why: str) -> None:
+        """Give up what is kept: from now on nothing but `restore` and `close` is accepted.
+
+        Args:
+            why: what everything else raises, as a StepFailedError.
+
+        Raises:
+            ClosedError, ForkedError, UnsupportedError: it cannot be restored now; nothing changed.
+        """
+        self.store.check_owner()
+        self._check_slots()
+        if self._materialized:
+            raise UnsupportedError(
+                "what is restored inside `materialized` would be undone when the block writes its "
+                "values back: restore outside of it"
+            )
+        if self.handed_out is not None:
+            self.handed_out.leave()
+            self.handed_out = None
+        with suppress(GdsOptimizerError):  # a write that failed matters no more
+            self.pipeline.forget()
+        self.pipeline.unfinished_writes.clear()
+        self._failure = StepFailedError(why)
+
     def restore(
         self,
         step: int,
@@ -864,20 +509,9 @@ class Engine:
         self.steps = step
         self._failure = None
         self.handed_out = None
-        for own, other in zip(self._records, records, strict=True):
-            own.step, own.written = other.step, list(other.written)
-        self._main_from_model = [False] * len(self.layout.buckets)
-        state = self.plan.optimizer.state
-        for index, (binding, schema) in enumerate(
-            zip(self.plan.bindings, self.plan.schemas, strict=True)
-        ):
-            self._has_state[index], scalars = shards[binding.name]
-            state.pop(binding.main, None)
-            if self._has_state[index] and index in self._streamed:
-                planes = tuple(plane.name for plane in schema.planes)
-                state[binding.main] = EvictedState(scalars, binding.name, planes)
-            elif scalars:
-                state[binding.main] = dict(scalars)
+        self._buckets.model_is_behind.clear()
+        self._buckets.adopt(records)
+        self._scalars.restore(shards)
 
     def update_model(self) -> None:
         """Copy every main into the model's parameter, checking every bucket on the way.
@@ -887,13 +521,13 @@ class Engine:
         """
 
         def copy(index: int, planes: dict[str, torch.Tensor]) -> None:
-            for piece in self._pieces[index]:
-                model = self.plan.bindings[piece.binding].model
-                if model is not None:
-                    model[piece.shard_slice].copy_(planes[MAIN_PLANE][piece.bucket_slice])
+            if MAIN_PLANE in planes:
+                self._buckets.copy_main_to_model(index, planes[MAIN_PLANE])
 
         self.pipeline.forget()
-        self.read_planes(copy, [i for i, record in enumerate(self._records) if not record.is_blank])
+        self.read_planes(
+            copy, [i for i, record in enumerate(self._buckets.records) if not record.is_blank]
+        )
 
     @contextmanager
     def materialized(self, mains: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -911,7 +545,7 @@ class Engine:
         }
         buckets = [
             index
-            for index, pieces in enumerate(self._pieces)
+            for index, pieces in enumerate(self._buckets.pieces)
             if any(piece.binding in chosen for piece in pieces)
         ]
         values = {
@@ -920,7 +554,7 @@ class Engine:
         }
 
         def collect(index: int, planes: dict[str, torch.Tensor]) -> None:
-            for piece in self._pieces[index]:
+            for piece in self._buckets.pieces[index]:
                 if piece.binding in values:
                     values[piece.binding][piece.shard_slice].copy_(
                         planes[MAIN_PLANE][piece.bucket_slice]
@@ -928,7 +562,7 @@ class Engine:
 
         def put_back(index: int, main: torch.Tensor) -> bool:
             changed = False
-            for piece in self._pieces[index]:
+            for piece in self._buckets.pieces[index]:
                 if piece.binding not in values:
                     continue
                 old = main[piece.bucket_slice]
@@ -936,7 +570,7 @@ class Engine:
                 if not torch.equal(old.view(torch.int32), new.view(torch.int32)):
                     old.copy_(new)
                     changed = True
-                    self._model_is_behind.add(index)
+                    self._buckets.model_is_behind.add(index)
             return changed
 
         self.read_planes(collect, buckets)
@@ -983,13 +617,6 @@ def _numbered(buckets: Sequence[int]) -> str:
     """ "bucket 3" or "buckets 1, 2, 3, 4, ..."."""
     shown = ", ".join(map(str, buckets[:4])) + (", ..." if len(buckets) > 4 else "")
     return f"bucket{'s' if len(buckets) > 1 else ''} {shown}"
-
-
-def _in_place(main: torch.Tensor) -> torch.Tensor:
-    """A plain tensor over the values of a main that stays on the device, or over no values."""
-    if main.numel() == 0:
-        return torch.empty(0, dtype=main.dtype, device=main.device)
-    return main.detach()
 
 
 def _close(pipeline: Pipeline, store: Store) -> None:

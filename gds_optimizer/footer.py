@@ -33,7 +33,6 @@ from gds_optimizer.layout import PAGE_BYTES, Bucket, Layout
 MAGIC = int.from_bytes(b"GDSOPTB1", "little")
 FORMAT_VERSION = 1
 WORDS = PAGE_BYTES // 8
-MAX_PLANES = (WORDS - 1 - 16) // 2
 
 _STEP = 7
 _PLANES = 16

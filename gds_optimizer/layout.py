@@ -24,13 +24,15 @@ from functools import cached_property
 from typing import Any
 
 from gds_optimizer.codecs import get_codec
-from gds_optimizer.errors import ConfigError
+from gds_optimizer.errors import ConfigError, UnsupportedError
 
 PAGE_BYTES = 4096
 SHARD_ALIGNMENT = 64
 """Elements; every shard starts at a multiple of it."""
 BUCKET_ALIGNMENT = 1024
 """Elements; every bucket's length is a multiple of it."""
+MAX_PLANES = 247
+"""As many as a footer page has room for: 512 words, 17 of them fixed, two a plane."""
 LAYOUT_VERSION = 1
 
 
@@ -251,6 +253,7 @@ def plan_layout(specs: Sequence[SpaceSpec], *, bucket_numel: int) -> Layout:
 
     Raises:
         ConfigError: for a bucket length that is no positive multiple of 1024.
+        UnsupportedError: for more planes than a footer describes.
         ValueError: for a space without planes or two shards of one name (our own mistakes).
     """
     if bucket_numel <= 0 or bucket_numel % BUCKET_ALIGNMENT:
@@ -268,6 +271,12 @@ def plan_layout(specs: Sequence[SpaceSpec], *, bucket_numel: int) -> Layout:
     for spec in specs:
         if not spec.planes:
             raise ValueError("a space without planes keeps no state")
+        if len(spec.planes) > MAX_PLANES:
+            raise UnsupportedError(
+                f"the optimizer keeps {len(spec.planes)} state tensors for every parameter "
+                f"({', '.join(plane.name for plane in spec.planes[:4])}, ...), and a bucket file "
+                f"holds at most {MAX_PLANES}: this optimizer cannot be streamed"
+            )
         starts, end = [], 0
         for shard in spec.shards:
             starts.append(align_up(end, SHARD_ALIGNMENT))

@@ -96,8 +96,8 @@ class OwnedDirectory:
                     each.mkdir(mode=0o700, exist_ok=True)
                 owned = cls._try_acquire(path, purpose)
             except FileNotFoundError:
-                # A neighbour that reclaimed the directory removed it just now; or the drive is gone,
-                # and then nothing is to be created where it was mounted.
+                # A neighbour that reclaimed the directory removed it just now. Or the drive is
+                # gone, and then nothing is to be created where it was mounted.
                 if not path.parent.parent.is_dir():
                     raise
                 continue

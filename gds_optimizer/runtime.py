@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 import torch
 
 from gds_optimizer.config import StreamConfig
-from gds_optimizer.engine import Binding, Engine, EnginePlan, plan_engine
+from gds_optimizer.engine import Engine
 from gds_optimizer.errors import GdsOptimizerError
 from gds_optimizer.io import IoBackend, make_backend
+from gds_optimizer.plan import Binding, EnginePlan, plan_engine
 from gds_optimizer.probe import ProbeReport, Severity, decide_io_path
 from gds_optimizer.self_check import check_optimizer
 from gds_optimizer.slots import SlotPool

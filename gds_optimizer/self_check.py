@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from gds_optimizer.config import StreamConfig
-from gds_optimizer.engine import MAIN_PLANE, Binding, Engine, plan_engine
+from gds_optimizer.engine import Engine
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.io import IoBackend
+from gds_optimizer.plan import MAIN_PLANE, Binding, plan_engine
 from gds_optimizer.slots import SlotPool
 from gds_optimizer.stepper import copy_value, undecorated_step
 from gds_optimizer.store import Store

@@ -118,7 +118,13 @@ class SlotPool:
     def _allocate(self) -> torch.Tensor:
         if self.device.type != "cuda":
             return allocate_host_buffer(self.slot_bytes)
-        import cupy
+        try:
+            import cupy
+        except ImportError as error:
+            raise ConfigError(
+                f"slots on {self.device} need cupy, which cannot be imported ({error}): install "
+                "gds-optimizer[cu12] or [cu13], whichever torch is built for"
+            ) from error
 
         # cudaMalloc promises 256-byte alignment only; O_DIRECT and GDS want whole pages.
         room = self.slot_bytes + PAGE_BYTES

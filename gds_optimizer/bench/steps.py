@@ -11,8 +11,8 @@ import torch
 
 from gds_optimizer.bench.limit import Limit, LimitFiles
 from gds_optimizer.config import StreamConfig
-from gds_optimizer.engine import Binding
 from gds_optimizer.evicted import evicted_like
+from gds_optimizer.plan import Binding
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
 from gds_optimizer.telemetry import PHASES, PassClock, PassStats

@@ -14,12 +14,13 @@ import torch
 
 from gds_optimizer import runtime as module
 from gds_optimizer.config import StreamConfig
-from gds_optimizer.engine import Binding, Engine
+from gds_optimizer.engine import Engine
 from gds_optimizer.errors import IoError, NoSpaceError, StepFailedError, StoreLockedError
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.io import CuFileBackend, DirectBackend
 from gds_optimizer.io.tasks import TaskBackend
 from gds_optimizer.lock import OwnedDirectory
+from gds_optimizer.plan import Binding
 from gds_optimizer.probe import ProbeReport, decide_io_path
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.slots import SlotPool

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from gds_optimizer.engine import Binding, Engine, plan_engine
+from gds_optimizer.engine import Engine
 from gds_optimizer.evicted import evict_, evicted_like
 from gds_optimizer.io import IoBackend
+from gds_optimizer.plan import Binding, plan_engine
 from gds_optimizer.slots import SlotPool
 from gds_optimizer.stepper import install_step
 from gds_optimizer.store import Store

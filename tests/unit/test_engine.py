@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gds_optimizer.engine import Binding, plan_engine
 from gds_optimizer.errors import (
     ClosedError,
     ConfigError,
@@ -25,6 +24,7 @@ from gds_optimizer.errors import (
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.layout import PlaneSpec, Shard, SpaceSpec, plan_layout
 from gds_optimizer.megatron.fused_adam import FusedAdamStandIn
+from gds_optimizer.plan import Binding, plan_engine
 from gds_optimizer.slots import SlotPool
 from tests.support import io_backends
 from tests.support.engines import (

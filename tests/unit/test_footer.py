@@ -9,7 +9,6 @@ from gds_optimizer import footer as module
 from gds_optimizer.checksum import checksum
 from gds_optimizer.footer import (
     MAGIC,
-    MAX_PLANES,
     WORDS,
     BucketRecord,
     build_footer,
@@ -18,7 +17,7 @@ from gds_optimizer.footer import (
     footer_words,
     replace_plane_checksum,
 )
-from gds_optimizer.layout import PAGE_BYTES, PlaneSpec, Shard, SpaceSpec, plan_layout
+from gds_optimizer.layout import MAX_PLANES, PAGE_BYTES, PlaneSpec, Shard, SpaceSpec, plan_layout
 
 PLANES = (PlaneSpec(name="main"), PlaneSpec(name="exp_avg"), PlaneSpec(name="short", codec="bf16"))
 
@@ -183,6 +182,7 @@ def test_as_many_planes_as_there_is_room_for():
         [SpaceSpec(planes=planes, shards=(Shard(name="a", numel=10),))], bucket_numel=1024
     )
     (bucket,) = layout.buckets
+    assert MAX_PLANES == (WORDS - 17) // 2
     record = BucketRecord(1, [True] * MAX_PLANES)
     buffer = torch.zeros(bucket.file_bytes, dtype=torch.uint8)
     buffer[bucket.planes[-1].offset] = 5

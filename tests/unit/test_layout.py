@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from gds_optimizer import layout as layout_module
 from gds_optimizer.codecs import get_codec
-from gds_optimizer.errors import ConfigError
+from gds_optimizer.errors import ConfigError, UnsupportedError
 from gds_optimizer.io import base as io_base
 from gds_optimizer.layout import (
     BUCKET_ALIGNMENT,
+    MAX_PLANES,
     PAGE_BYTES,
     SHARD_ALIGNMENT,
     Layout,
@@ -393,6 +394,13 @@ def test_a_bucket_length_that_would_cut_pages_is_refused(bucket_numel):
 def test_a_space_without_planes_is_refused():
     with pytest.raises(ValueError, match="without planes"):
         plan_layout([space_of(1, planes=())], bucket_numel=1024)
+
+
+def test_more_planes_than_a_footer_describes_are_refused():
+    planes = tuple(PlaneSpec(name=f"plane{i}") for i in range(MAX_PLANES + 1))
+    plan_layout([space_of(1, planes=planes[:-1])], bucket_numel=1024)
+    with pytest.raises(UnsupportedError, match=f"keeps {MAX_PLANES + 1} state tensors"):
+        plan_layout([space_of(1, planes=planes)], bucket_numel=1024)
 
 
 @pytest.mark.parametrize(
