@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from gds_optimizer.codecs import get_codec
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import SnapshotError
 from gds_optimizer.mapped_state import map_state
+from gds_optimizer.plan import MAIN_PLANE
 from gds_optimizer.stepper import copy_value
 
 FORMAT = "gds-optimizer state"
@@ -68,45 +70,105 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
     Bucket size, slots and directories may differ from when it was made.
 
     Raises:
-        SnapshotError: it is no such dictionary, or of other shards or groups.
+        SnapshotError: it is no such dictionary, or of other shards, groups or options. The
+            engine's state is what it was.
+        StepFailedError: the state that is to be replaced is torn.
     """
-    if state.get("format") != FORMAT or state.get("version") != VERSION:
+    if (
+        not isinstance(state, dict)
+        or state.get("format") != FORMAT
+        or state.get("version") != VERSION
+    ):
+        found = state if isinstance(state, dict) else {}
         raise SnapshotError(
             f"this is no state of an engine: wanted format {FORMAT!r} version {VERSION}, got "
-            f"{state.get('format')!r} version {state.get('version')!r}"
+            f"{found.get('format')!r} version {found.get('version')!r}"
         )
     shards = state["shards"]
+    _check_names(engine, state)
+    for index in range(len(engine.plan.bindings)):
+        _check_planes(engine, index, shards[engine.plan.bindings[index].name])
+    mapped = map_state(engine, writable=True)
+    engine.steps = state["step"]
+    for index, binding in enumerate(engine.plan.bindings):
+        if engine.is_streamed(index):
+            for key, target in mapped.tensors(index).items():
+                target.copy_(shards[binding.name]["planes"][key])
+    mapped.commit()
+    engine.restore(
+        state["step"],
+        engine.records,
+        {
+            binding.name: (shards[binding.name]["has_state"], _scalars(engine, index, shards))
+            for index, binding in enumerate(engine.plan.bindings)
+        },
+    )
+    resident = {(name, key) for name, key, _ in engine.resident_tensors()}
+    for index, binding in enumerate(engine.plan.bindings):
+        for key, tensor in shards[binding.name]["planes"].items():
+            if (binding.name, key) in resident or not engine.is_streamed(index):
+                engine.set_resident(binding.name, key, tensor)
+    for group, saved in zip(engine.plan.optimizer.param_groups, state["groups"], strict=True):
+        for key, value in saved["options"].items():
+            old = group.get(key)
+            if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
+                old.copy_(value)  # schedulers and graphs may hold the tensor itself
+            else:
+                group[key] = copy_value(value)
+    engine.update_model()
+
+
+def _scalars(engine: Engine, index: int, shards: dict[str, Any]) -> dict[str, Any]:
+    """Counters of a shard, on the device where the optimizer keeps them."""
+    initial = engine.plan.schemas[index].initial or {}
+    scalars = {}
+    for key, value in shards[engine.plan.bindings[index].name]["scalars"].items():
+        value, like = copy_value(value), initial.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor):
+            value = value.to(like.device)  # `torch.load` may have been told to use another one
+        scalars[key] = value
+    return scalars
+
+
+def _check_names(engine: Engine, state: dict[str, Any]) -> None:
     groups = engine.plan.optimizer.param_groups
-    names = [binding.name for binding in engine.plan.bindings]
-    if set(names) != set(shards) or len(groups) != len(state["groups"]):
-        differing = sorted(set(names) ^ set(shards))
+    names = {binding.name for binding in engine.plan.bindings}
+    differing = sorted(names ^ set(state["shards"]))
+    if differing or len(groups) != len(state["groups"]):
         raise SnapshotError(
             f"the state is of other parameters: {len(state['groups'])} groups (wanted "
             f"{len(groups)}), and {len(differing)} shards are in one of the two only"
             f"{': ' + differing[0] if differing else ''}"
         )
-    for index, name in enumerate(names):
-        planes, numel = shards[name]["planes"], engine.plan.bindings[index].main.numel()
-        for key, tensor in planes.items():
-            if tensor.numel() != numel:
-                raise SnapshotError(f"{key} of {name} has {tensor.numel()} elements, not {numel}")
-    engine.steps = state["step"]
-    mapped = map_state(engine, writable=True)
-    for index, name in enumerate(names):
-        if engine.is_streamed(index):
-            for key, target in mapped.tensors(index).items():
-                target.copy_(shards[name]["planes"][key])
-    mapped.commit()
-    engine.restore(
-        state["step"],
-        engine.records,
-        {name: (shards[name]["has_state"], dict(shards[name]["scalars"])) for name in names},
-    )
-    resident = {(name, key) for name, key, _ in engine.resident_tensors()}
-    for index, name in enumerate(names):
-        for key, tensor in shards[name]["planes"].items():
-            if (name, key) in resident or not engine.is_streamed(index):
-                engine.set_resident(name, key, tensor)
-    for group, saved in zip(groups, state["groups"], strict=True):
-        group.update({key: copy_value(value) for key, value in saved["options"].items()})
-    engine.update_model()
+    for number, (group, saved) in enumerate(zip(groups, state["groups"], strict=True)):
+        own = {engine.name_of(main) for main in group["params"]}
+        if own != set(saved["shards"]):
+            other = min(own ^ set(saved["shards"]))
+            raise SnapshotError(
+                f"{other} is in parameter group {number} of the state or of the optimizer, not of "
+                "both: build the optimizer with the same groups"
+            )
+
+
+def _check_planes(engine: Engine, index: int, entry: dict[str, Any]) -> None:
+    binding, planes = engine.plan.bindings[index], entry["planes"]
+    dtypes = {
+        plane.name: get_codec(plane.codec).dtype for plane in engine.plan.schemas[index].planes
+    }
+    dtypes[MAIN_PLANE] = binding.main.dtype
+    wanted = set(dtypes)
+    if not engine.is_streamed(index):
+        # What it has beside its main depends on whether it was stepped.
+        is_resident = not binding.keeps_main and binding.main.numel()
+        wanted = set(planes) & wanted | ({MAIN_PLANE} if is_resident else set())
+    if set(planes) != wanted:
+        raise SnapshotError(
+            f"the state has {', '.join(sorted(planes)) or 'nothing'} of {binding.name}, wanted "
+            f"{', '.join(sorted(wanted))}: it is of another optimizer or other options"
+        )
+    for key, tensor in planes.items():
+        if (tensor.numel(), tensor.dtype) != (binding.main.numel(), dtypes[key]):
+            raise SnapshotError(
+                f"{key} of {binding.name} has {tensor.numel()} elements of {tensor.dtype} in the "
+                f"state, wanted {binding.main.numel()} of {dtypes[key]}"
+            )

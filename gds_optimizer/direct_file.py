@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from gds_optimizer.layout import Bucket
 
 CHUNK_BYTES = 16 * 2**20
 
-Progress = Callable[[int], None]
+Progress = Callable[[int], object]
 """Called with the number of bytes that were dealt with since the last call."""
 
 
@@ -40,11 +41,21 @@ def read_chunks(path: Path, start: int, end: int) -> Iterator[torch.Tensor]:
 
     Raises:
         IoError: the file is shorter, or reading failed.
+        OSError: it cannot be opened.
     """
     buffer = allocate_host_buffer(min(CHUNK_BYTES, max(end - start, 4096)))
     view = memoryview(buffer.numpy().data)
     fd = _open(path, os.O_RDONLY)
     try:
+        nbytes = os.fstat(fd).st_size
+        if nbytes < end:
+            raise IoError(
+                path,
+                "read",
+                file_offset=start,
+                wanted_bytes=end - start,
+                got=max(0, nbytes - start),
+            )
         for position in range(start, end, buffer.numel()):
             nbytes = min(buffer.numel(), end - position)
             done = 0
@@ -66,24 +77,51 @@ def read_chunks(path: Path, start: int, end: int) -> Iterator[torch.Tensor]:
         os.close(fd)
 
 
+class PlaneChecksums:
+    """Checksums of a bucket's planes, from the bytes of its file in any pieces.
+
+    Args:
+        bucket: what the file holds.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._sums = [0] * len(bucket.planes)
+
+    def add(self, chunk: torch.Tensor, position: int) -> None:
+        """Take bytes into account.
+
+        Args:
+            chunk: 1-D uint8 tensor on the CPU, a multiple of 4096 bytes long.
+            position: where it starts in the file, a multiple of 4096.
+        """
+        for number, plane in enumerate(self._bucket.planes):
+            low = max(position, plane.offset)
+            high = min(position + chunk.numel(), plane.offset + plane.nbytes)
+            if low < high:
+                part = chunk[low - position : high - position]
+                self._sums[number] += int(partial_checksum(part, low - plane.offset))
+
+    @property
+    def values(self) -> list[int]:
+        """For each plane its checksum, as a footer states it."""
+        return [(total + 2**63) % 2**64 - 2**63 for total in self._sums]
+
+
 def plane_checksums(path: Path, bucket: Bucket, progress: Progress | None = None) -> list[int]:
     """Checksums of all planes in a bucket's file.
 
     Raises:
         IoError: the file is too short or cannot be read.
     """
-    checksums = []
-    for plane in bucket.planes:
-        total = 0
-        position = 0
-        for chunk in read_chunks(path, plane.offset, plane.offset + plane.nbytes):
-            total += int(partial_checksum(chunk, position))
-            position += chunk.numel()
-            if progress:
-                progress(chunk.numel())
-        total &= 2**64 - 1
-        checksums.append(total - 2**64 if total >= 2**63 else total)
-    return checksums
+    sums = PlaneChecksums(bucket)
+    position = 0
+    for chunk in read_chunks(path, 0, bucket.footer_offset):
+        sums.add(chunk, position)
+        position += chunk.numel()
+        if progress:
+            progress(chunk.numel())
+    return sums.values
 
 
 def copy_file(
@@ -91,36 +129,40 @@ def copy_file(
     target: Path,
     *,
     bytes_per_s: float | None = None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: threading.Event | None = None,
     progress: Progress | None = None,
+    sums: PlaneChecksums | None = None,
 ) -> None:
     """Copy a file of whole pages to a new or existing one, and sync it.
 
     Args:
         source, target: files; `target` is created with mode 0600, or overwritten in place.
         bytes_per_s: go no faster.
-        stop: asked between chunks; the copy ends with an InterruptedError when it says so.
+        stop: the copy ends with an InterruptedError when it is set.
         progress: see `Progress`.
+        sums: gets what is copied.
 
     Raises:
         IoError, OSError: reading or writing failed.
         InterruptedError: it was stopped.
     """
     nbytes = os.stat(source).st_size
+    stop = stop or threading.Event()
     fd = _open(target, os.O_WRONLY | os.O_CREAT)
     began, copied = time.monotonic(), 0
     try:
         for chunk in read_chunks(source, 0, nbytes):
-            if stop():
-                raise InterruptedError(f"copying to {target} was stopped")
+            if sums is not None:
+                sums.add(chunk, copied)
             view, done = memoryview(chunk.numpy().data), 0
             while done < chunk.numel():
                 done += os.pwrite(fd, view[done:], copied + done)
             copied += chunk.numel()
             if progress:
                 progress(chunk.numel())
-            if bytes_per_s:
-                time.sleep(max(0.0, began + copied / bytes_per_s - time.monotonic()))
+            early_s = began + copied / bytes_per_s - time.monotonic() if bytes_per_s else 0.0
+            if stop.wait(max(0.0, early_s)):
+                raise InterruptedError(f"copying to {target} was stopped")
         os.ftruncate(fd, nbytes)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -7,7 +7,7 @@
 
 A linked file is never written again: the bucket's next write goes to another file. Buckets on
 other file systems than `path` are linked in a directory beside them, which the manifest names.
-There is no pickle: JSON, and values as they are in memory.
+There is no pickle: sealed JSON (see `jsonvalues`), and values as they are in memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import os
 import shutil
 import socket
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,39 +30,77 @@ from gds_optimizer.codecs import raw_codec_name
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import SnapshotError
 from gds_optimizer.footer import Footer, read_footer
-from gds_optimizer.jsonvalues import to_json
+from gds_optimizer.jsonvalues import seal, seal_of, to_json
+from gds_optimizer.store import MANIFEST_NAME, NO_LINK_ERRORS, SNAPSHOT_NAME
 
 FORMAT = "gds-optimizer snapshot"
 VERSION = 1
-COMPLETE_NAME = "snapshot.json"
-MANIFEST_NAME = "manifest.json"
+COMPLETE_NAME = SNAPSHOT_NAME
 RESIDENT_NAME = "resident.bin"
 NOTE_NAME = "snapshot.json"
+PARTIAL = ".partial"
 LINKS_DIRECTORY = "gds-optimizer-snapshots"
 """Beside the buckets, for those on another file system than the snapshot."""
+
+T = TypeVar("T")
 
 
 def rank_directory(path: Path, rank: int) -> Path:
     return path / f"rank{rank:05d}"
 
 
+def part_key(rank: int, name: str) -> str:
+    """How the whole calls one of its parts: where it is, too."""
+    return f"rank{rank:05d}/{name}"
+
+
 @dataclass(slots=True, kw_only=True)
 class Placement:
-    """Who takes a snapshot, for its manifest.
+    """This process among those that take or restore a snapshot together.
 
     Attributes:
         rank, world_size: of the process.
         coordinates: place in the parallel layout by engine, e.g. {"opt0": {"model": 1, "dp": 3}}.
             Ranks that differ in "dp" only hold parts of the same parameters.
+        gather: gives every rank's value (plain data), by rank, and waits for all of them.
     """
 
     rank: int = 0
     world_size: int = 1
     coordinates: dict[str, dict[str, int]] = field(default_factory=dict)
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
 
     def of(self, name: str) -> dict[str, int]:
         """Coordinates of one engine."""
         return self.coordinates.get(name, {})
+
+    def together(self, what: str, action: Callable[[], T]) -> list[T]:
+        """Do something on every rank; it has worked everywhere or raises everywhere.
+
+        Args:
+            what: for the message on ranks whose own part worked.
+            action: this rank's part; returns plain data.
+
+        Returns:
+            What it returned on each rank.
+
+        Raises:
+            SnapshotError: it failed on another rank.
+            Exception: what `action` raised here.
+        """
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 - raised when the others know of it
+            failure = error
+        outcomes = self.gather((result, None if failure is None else str(failure)))
+        if failure is not None:
+            raise failure
+        for rank, (_, text) in enumerate(outcomes):
+            if text is not None:
+                raise SnapshotError(f"{what} failed on rank {rank}: {text}")
+        return [value for value, _ in outcomes]
 
 
 def fsync_directory(path: Path) -> None:
@@ -75,7 +114,7 @@ def fsync_directory(path: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a file under a temporary name, sync it, rename it: it is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + PARTIAL)
     with open(partial, "wb") as file:
         file.write(data)
         file.flush()
@@ -84,93 +123,155 @@ def write_durably(path: Path, data: bytes) -> None:
     fsync_directory(path.parent)
 
 
-def take_part(engine: Engine, path: Path, name: str, placement: Placement) -> None:
+def take_part(engine: Engine, path: Path, name: str, placement: Placement, identity: str) -> str:
     """Link one engine's files into `path` and describe them; part of a snapshot.
 
-    Waits for the last step's writes, and for nothing else that depends on the state's size. The
-    engine must be told to `freeze` its store before its next step.
+    Waits for the last step's writes, and for nothing else that depends on the state's size. From
+    then on the files are frozen; `Store.reserve_spares` should follow.
 
     Args:
         engine: what to take.
         path: directory of the whole snapshot.
         name: the engine's own part of it below the rank, e.g. "opt0".
         placement: for the manifest.
+        identity: of the snapshot, the same in all parts.
+
+    Returns:
+        The seal of the manifest.
 
     Raises:
-        SnapshotError: the part is there already, or something cannot be described.
-        StepFailedError: the state is torn, or a write behind the last step failed.
-        OSError: the file system refused a link or a file. Nothing of the part is left.
+        SnapshotError: something cannot be described.
+        StepFailedError: the state is torn, is being loaded, or a write behind the last step failed.
+        OSError: the file system refused a link or a file.
+        In each case nothing of the part is left and nothing is frozen.
     """
+    engine.check_usable()
+    engine.take_files_back()
     engine.settle()
     final = rank_directory(path, placement.rank) / name
-    partial = final.with_name(name + ".partial")
     if final.exists():
         raise SnapshotError(f"{final} exists already: choose another path for the snapshot")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = final.with_name(name + PARTIAL)
     partial.mkdir(mode=0o700, parents=True)
-    elsewhere: dict[int, Path] = {}
+    linked = _Links(partial, final)
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, partial, ignore_errors=True)
-        outside = _LinksOutside(final)
-        undo.callback(outside.remove)
-
-        def link(index: int) -> Path:
-            source = engine.store.paths[index]
-            if os.stat(source.parent).st_dev == os.stat(partial).st_dev:
-                return partial / f"bucket{index:05d}.bin"
-            elsewhere[index] = outside.place(source)
-            return elsewhere[index]
-
-        engine.store.link_all(link)
+        undo.callback(shutil.rmtree, final, ignore_errors=True)
+        undo.callback(linked.remove_elsewhere)
+        fresh = engine.store.link_all(linked.place)
+        undo.callback(engine.store.unfreeze, fresh)
         resident = _write_resident(engine, partial / RESIDENT_NAME)
-        manifest = _describe(engine, placement, name, elsewhere, resident)
+        manifest = seal(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "snapshot": identity,
+                "rank": placement.rank,
+                "world_size": placement.world_size,
+                "coordinates": placement.of(name),
+                "name": name,
+                **_describe(engine, linked.elsewhere),
+                "resident": resident,
+            }
+        )
         _sync_buckets(engine)
-        write_durably(partial / MANIFEST_NAME, json.dumps(manifest, indent=1).encode())
+        linked.sync_elsewhere()
+        write_durably(partial / MANIFEST_NAME, manifest)
         os.replace(partial, final)
         fsync_directory(final.parent)
         undo.pop_all()
+    return seal_of(manifest)
 
 
-class _LinksOutside:
-    """Links to buckets on other file systems than the snapshot's, beside those buckets.
+class _Links:
+    """Names for bucket files in the snapshot, or beside the buckets where that cannot be.
 
     <root>/gds-optimizer-snapshots/<token>/rank00000/opt0/bucket00000.bin, and in the token's
     directory a note of the snapshot that they belong to.
+
+    Attributes:
+        elsewhere: by bucket, where its link is if that is outside of the snapshot.
     """
 
-    def __init__(self, part: Path) -> None:
-        self._part = part
+    def __init__(self, partial: Path, final: Path) -> None:
+        self._partial, self._final = partial, final
         self._token = uuid.uuid4().hex
-        self._made: set[Path] = set()
+        self._made: list[Path] = []
+        self.elsewhere: dict[int, Path] = {}
 
-    def place(self, source: Path) -> Path:
+    def place(self, index: int, source: Path) -> Path:
+        target = self._partial / f"bucket{index:05d}.bin"
+        try:
+            os.link(source, target)
+        except OSError as error:
+            # Not only between file systems: two mounts of one do not link either.
+            if error.errno not in NO_LINK_ERRORS:
+                raise
+            target = self._directory_beside(source) / source.name
+            os.link(source, target)
+            self.elsewhere[index] = target
+        return target
+
+    def _directory_beside(self, source: Path) -> Path:
         root = source.parent.parent.parent
         own = root / LINKS_DIRECTORY / self._token
         if own not in self._made:
             own.mkdir(mode=0o700, parents=True)
-            self._made.add(own)
-            note = {"part": str(self._part), "pid": os.getpid(), "host": socket.gethostname()}
+            self._made.append(own)
+            note = {"part": str(self._final), "pid": os.getpid(), "host": socket.gethostname()}
             write_durably(own / NOTE_NAME, json.dumps(note).encode())
         directory = own / source.parent.relative_to(root)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return directory / source.name
+        return directory
 
-    def remove(self) -> None:
+    def sync_elsewhere(self) -> None:
+        """Make the names that are outside durable."""
+        directories = {own.parent for own in self._made} | {own.parent.parent for own in self._made}
+        for file in self.elsewhere.values():
+            directories |= {file.parent, file.parent.parent, file.parent.parent.parent}
+        for directory in directories:
+            fsync_directory(directory)
+
+    def remove_elsewhere(self) -> None:
         for directory in self._made:
             shutil.rmtree(directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other snapshots' are beside it
+                directory.parent.rmdir()
 
 
-def complete(path: Path, placement: Placement, step: int, names: list[str]) -> None:
-    """Declare a snapshot whole, once every rank's parts are there: by one rank, last."""
+def complete(
+    path: Path, identity: str, placement: Placement, step: int, seals: dict[str, str]
+) -> None:
+    """Declare a snapshot whole, once every rank's parts are there: by one rank, last.
+
+    Args:
+        path: directory of the snapshot.
+        identity: of the snapshot.
+        placement: for the number of ranks.
+        step: that it was taken after.
+        seals: of every part's manifest, by `part_key`.
+
+    Raises:
+        OSError: it could not be written; it is not declared whole, then.
+    """
     fsync_directory(path)
+    for parent in path.parents[:2]:  # one of them may be new
+        with contextlib.suppress(PermissionError):
+            fsync_directory(parent)
     description = {
         "format": FORMAT,
         "version": VERSION,
+        "snapshot": identity,
         "step": step,
         "world_size": placement.world_size,
-        "optimizers": names,
+        "optimizers": sorted({key.partition("/")[2] for key in seals}),
+        "manifests": seals,
     }
-    write_durably(path / COMPLETE_NAME, json.dumps(description, indent=1).encode())
+    try:
+        write_durably(path / COMPLETE_NAME, seal(description))
+    except OSError:
+        (path / COMPLETE_NAME).unlink(missing_ok=True)
+        raise
 
 
 def _sync_buckets(engine: Engine) -> None:
@@ -189,31 +290,31 @@ def _write_resident(engine: Engine, path: Path) -> list[dict[str, Any]]:
     with open(path, "wb") as file:
         for shard, key, tensor in engine.resident_tensors():
             values = tensor.detach().cpu().contiguous().reshape(-1)
+            try:
+                codec = raw_codec_name(values.dtype)
+            except KeyError:
+                raise SnapshotError(
+                    f"{key} of {shard} is of {values.dtype}, which a snapshot cannot record"
+                ) from None
             data = values.view(torch.uint8)
             padded = torch.nn.functional.pad(data, (0, -data.numel() % 8))
             entries.append(
                 {
                     "shard": shard,
                     "key": key,
-                    "codec": raw_codec_name(values.dtype),
-                    "numel": values.numel(),
+                    "codec": codec,
+                    "shape": list(tensor.shape),
                     "offset": file.tell(),
                     "checksum": int(checksum(padded)) if padded.numel() else 0,
                 }
             )
-            file.write(padded.numpy().tobytes())
+            file.write(padded.numpy().data)
         file.flush()
         os.fsync(file.fileno())
     return entries
 
 
-def _describe(
-    engine: Engine,
-    placement: Placement,
-    name: str,
-    elsewhere: dict[int, Path],
-    resident: list[dict[str, Any]],
-) -> dict[str, Any]:
+def _describe(engine: Engine, elsewhere: dict[int, Path]) -> dict[str, Any]:
     optimizer = engine.plan.optimizer
     buckets = []
     for bucket in engine.layout.buckets:
@@ -231,12 +332,6 @@ def _describe(
             }
         )
     return {
-        "format": FORMAT,
-        "version": VERSION,
-        "rank": placement.rank,
-        "world_size": placement.world_size,
-        "coordinates": placement.of(name),
-        "name": name,
         "step": engine.steps,
         "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         "groups": [
@@ -253,5 +348,4 @@ def _describe(
         "layout": engine.layout.describe(),
         "layout_id": engine.layout.layout_id.hex(),
         "buckets": buckets,
-        "resident": resident,
     }

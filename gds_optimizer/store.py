@@ -12,15 +12,29 @@ import json
 import logging
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from gds_optimizer.errors import ClosedError, ForkedError, NoSpaceError, StoreChangedError
+from gds_optimizer.errors import (
+    ClosedError,
+    ConfigError,
+    ForkedError,
+    NoSpaceError,
+    StoreChangedError,
+)
 from gds_optimizer.io.base import BucketFile, IoBackend
-from gds_optimizer.layout import Layout
+from gds_optimizer.layout import Bucket, Layout
 from gds_optimizer.lock import OwnedDirectory, reclaim_dead
 
 logger = logging.getLogger(__name__)
+
+SNAPSHOT_NAME = "snapshot.json"
+MANIFEST_NAME = "manifest.json"
+"""What a snapshot and a part of one have, and a directory of state has not."""
+
+NO_LINK_ERRORS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES)
+"""Why a file gets no second name in a place where copying it may work."""
 
 # Descriptors that a training process needs besides ours.
 _SPARE_DESCRIPTORS = 512
@@ -40,6 +54,7 @@ class Store:
         StoreLockedError: another living process owns one of the directories.
         NoSpaceError: the files do not fit; nothing is left behind.
         IoError: a file cannot be opened for direct I/O.
+        ConfigError: a directory is missing, or is a snapshot, whose files look like leftovers.
     """
 
     def __init__(
@@ -52,11 +67,13 @@ class Store:
         self._identities: list[tuple[int, int]] = []
         self._frozen: set[int] = set()
         self._spares: dict[int, Path] = {}
+        self._read_elsewhere: set[tuple[int, int]] = set()
         self._pid = os.getpid()
         self._closed = False
         with contextlib.ExitStack() as undo:
             self._owned: list[OwnedDirectory] = []
             for root in roots:
+                _check_root(root, root / name)
                 owned = OwnedDirectory.acquire(root / name)
                 undo.callback(owned.close)
                 self._owned.append(owned)
@@ -120,9 +137,10 @@ class Store:
                 f"{len(self._owned)} directories, {created} were reserved"
             )
         else:
+            missing = sum(b.file_bytes for b in self.layout.buckets if b.index not in self._spares)
             what = (
-                f"keeping the present files needs {self.missing_spare_bytes} bytes more, for the "
-                "files that the next step writes instead"
+                f"keeping the present files needs {missing} bytes more, for the files that the "
+                "next step writes instead"
             )
         return NoSpaceError(
             f"{path.parent} has too little room ({os.strerror(error.errno or 0)}): {what} and "
@@ -183,40 +201,113 @@ class Store:
         """Whether a bucket's present file must not be written: its next write goes elsewhere."""
         return index in self._frozen
 
-    @property
-    def missing_spare_bytes(self) -> int:
-        """Bytes that `freeze` would have to reserve now."""
-        return sum(b.file_bytes for b in self.layout.buckets if b.index not in self._spares)
+    def link_all(self, link: Callable[[int, Path], Path]) -> set[int]:
+        """Give every bucket's file a second name, which freezes it; nothing may be in flight.
 
-    def link_all(self, link: Callable[[int], Path]) -> None:
-        """Give every bucket's file a second name on its file system; nothing may be in flight.
+        Follow it with `reserve_spares`, or the next write may meet a full disk.
 
-        Follow it with `freeze`, or remove the links.
+        Args:
+            link: makes the link for a bucket's index and file, and returns where it is.
+
+        Returns:
+            The buckets that were not frozen before: to be given to `unfreeze` if their links are
+            removed again before anything is written.
 
         Raises:
-            OSError: a link could not be made; none is left.
+            OSError: a link could not be made; none is left, and what is frozen was before.
         """
+        fresh: set[int] = set()
         with contextlib.ExitStack() as undo:
+            undo.callback(self.unfreeze, fresh)
             for bucket in self.layout.buckets:
                 self.check_unchanged(bucket.index)
-                target = link(bucket.index)
-                os.link(self.paths[bucket.index], target)
-                undo.callback(target.unlink)
+                if bucket.index not in self._frozen:
+                    # Before the link: it must never exist while its file may be written.
+                    fresh.add(bucket.index)
+                    self._frozen.add(bucket.index)
+                undo.callback(link(bucket.index, self.paths[bucket.index]).unlink)
             undo.pop_all()
+        return fresh
 
-    def freeze(self) -> None:
-        """Never write the present files again: the next write of each bucket goes elsewhere.
+    def unfreeze(self, indices: Iterable[int]) -> None:
+        """Nobody but the store needs the files of these buckets any more."""
+        self._frozen.difference_update(indices)
 
-        The files that are written instead are reserved here, so that a full disk is met here.
+    def reserve_spares(self, promised: Iterable[tuple[int, int]] = ()) -> set[int]:
+        """See to it that every bucket has a spare, so that a full disk is met here.
+
+        Args:
+            promised: files that `adopt_spare` will be given, as (device, bytes): no spare is made
+                for a bucket that can have one of them.
+
+        Returns:
+            The buckets that got one.
+
+        Raises:
+            NoSpaceError: there is no room; names bytes needed and free. No spare was added.
+        """
+        coming = Counter(promised)
+        devices = [os.stat(directory).st_dev for directory in self.directories]
+        missing = []
+        for bucket in self.layout.buckets:
+            key = (devices[bucket.index % len(devices)], bucket.file_bytes)
+            if bucket.index in self._spares:
+                continue
+            if coming[key]:
+                coming[key] -= 1
+            else:
+                missing.append(bucket)
+        self._check_room(missing)
+        made: set[int] = set()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.drop_spares, made)
+            for bucket in missing:
+                self._make_spare(bucket.index)
+                made.add(bucket.index)
+            undo.pop_all()
+        return made
+
+    def drop_spares(self, indices: Iterable[int]) -> None:
+        """Remove spares that turn out not to be needed."""
+        for index in indices:
+            with contextlib.suppress(FileNotFoundError):
+                self._spares.pop(index).unlink()
+
+    def _check_room(self, buckets: Sequence[Bucket]) -> None:
+        """Refuse at once what cannot fit, with numbers, instead of filling the disk first."""
+        needed_bytes: Counter[int] = Counter()
+        directory_of: dict[int, Path] = {}
+        for bucket in buckets:
+            directory = self.paths[bucket.index].parent
+            device = os.stat(directory).st_dev
+            directory_of.setdefault(device, directory)
+            needed_bytes[device] += bucket.file_bytes
+        for device, nbytes in needed_bytes.items():
+            status = os.statvfs(directory_of[device])
+            free_bytes = status.f_bavail * status.f_frsize
+            if nbytes > free_bytes:
+                raise NoSpaceError(
+                    f"{directory_of[device]} has too little room to keep the present files: the "
+                    f"next step writes others instead, which need {nbytes} bytes, and "
+                    f"{free_bytes} are free: free space, keep fewer snapshots, or name a larger "
+                    "directory"
+                )
+
+    def _make_spare(self, index: int) -> None:
+        spare = self.paths[index].with_suffix(".spare.bin")
+        self._create(spare, self.layout.buckets[index].file_bytes)
+        self._spares[index] = spare
+
+    def freeze_read_elsewhere(self) -> None:
+        """Never write the present files again, nor ever use them for anything else.
+
+        For files that others go on reading without a name for them: mapped, in another process.
 
         Raises:
             NoSpaceError: there is no room for a second set of files; nothing is frozen.
         """
-        for bucket in self.layout.buckets:
-            if bucket.index not in self._spares:
-                spare = self.paths[bucket.index].with_suffix(".spare.bin")
-                self._create(spare, bucket.file_bytes)
-                self._spares[bucket.index] = spare
+        self.reserve_spares()
+        self._read_elsewhere.update(self._identities)
         self._frozen.update(range(len(self.layout.buckets)))
 
     def file_for_write(self, index: int) -> BucketFile:
@@ -224,8 +315,13 @@ class Store:
 
         For a frozen bucket that is its spare, which takes the bucket's name. No transfer of the
         bucket may be in flight.
+
+        Raises:
+            NoSpaceError: it has no spare, which could not be reserved, and there is no room now.
         """
         if index in self._frozen:
+            if index not in self._spares:
+                self._make_spare(index)
             self._replace(index, self._spares.pop(index))
         return self.files[index]
 
@@ -249,15 +345,21 @@ class Store:
         The bucket's former file becomes its spare.
 
         Returns:
-            False if the file is on another file system: copy it instead.
+            False if it cannot be: it is on another file system, or not ours to link or open. Copy
+            it instead.
         """
-        here = self.paths[index].parent
-        if os.stat(source).st_dev != os.stat(here).st_dev:
-            return False
         incoming = self.paths[index].with_suffix(".incoming.bin")
-        os.link(source, incoming)
-        spare = self.paths[index].with_suffix(".spare.bin")
+        incoming.unlink(missing_ok=True)
+        if not os.access(source, os.R_OK | os.W_OK):
+            return False
+        try:
+            os.link(source, incoming)
+        except OSError as error:
+            if error.errno in NO_LINK_ERRORS:
+                return False
+            raise
         if index not in self._frozen:
+            spare = self.paths[index].with_suffix(".spare.bin")
             os.replace(self.paths[index], spare)
             self._spares[index] = spare
         self._replace(index, incoming)
@@ -268,10 +370,11 @@ class Store:
         """Take over a file that nobody needs any more, so that its extents are used again.
 
         Returns:
-            False if no bucket on its file system wants a spare of its size; it is left alone.
+            False if no bucket on its file system wants a spare of its size, or others may still
+            be reading it; it is left alone.
         """
         state = os.stat(source)
-        if state.st_nlink != 1:
+        if state.st_nlink != 1 or (state.st_dev, state.st_ino) in self._read_elsewhere:
             return False
         for bucket in self.layout.buckets:
             path = self.paths[bucket.index]
@@ -306,6 +409,17 @@ class Store:
                 stack.callback(owned.close)
             if not self.is_foreign:
                 stack.callback(self._close_files)
+
+
+def _check_root(root: Path, directory: Path) -> None:
+    if not root.is_dir():
+        raise ConfigError(f"directories: {root} is not an existing directory: create it")
+    for path in (root / SNAPSHOT_NAME, directory / MANIFEST_NAME):
+        if path.exists():
+            raise ConfigError(
+                f"directories: {root} holds a snapshot ({path}), whose files would be taken for "
+                "leftovers: name another directory"
+            )
 
 
 def _allow_descriptors(count: int) -> None:

@@ -20,6 +20,8 @@ exit status: 0 everything is as it was written; 1 something is damaged, or there
 snapshot; 2 wrong usage.
 """
 
+_LOG_INTERVAL_S = 10.0
+
 
 def register(subparsers: SubParsers) -> None:
     parser = subparsers.add_parser(
@@ -37,16 +39,18 @@ def register(subparsers: SubParsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from gds_optimizer.snapshot_read import all_parts, verify
+    from gds_optimizer.snapshot_read import readable_parts, verify
 
-    total_bytes = sum(part.nbytes for part in all_parts(arguments.path))
+    total_bytes = sum(part.nbytes for part in readable_parts(arguments.path))
     with tqdm(
         total=total_bytes,
         unit="B",
         unit_scale=True,
         desc="reading",
         file=sys.stderr,
-        disable=None if not arguments.json else True,  # None: only on a terminal
+        # A log file is to show that it goes on, not every step of it.
+        mininterval=0.1 if sys.stderr.isatty() else _LOG_INTERVAL_S,
+        disable=arguments.json,
     ) as bar:
         damages = verify(arguments.path, bar.update)
     if arguments.json:

@@ -1,0 +1,156 @@
+"""What saving and restoring cost: `python -m gds_optimizer.bench.checkpoints --dir D`.
+
+On synthetic state, through the parts that every front end uses. Steps are timed as well, because a
+snapshot's cost is partly in the step that follows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gds_optimizer.bench.steps import _synthetic, _timed
+from gds_optimizer.checkpoint import load_state_dict, state_dict
+from gds_optimizer.config import StreamConfig
+from gds_optimizer.engine import Engine
+from gds_optimizer.runtime import Part, Runtime
+from gds_optimizer.snapshot_read import verify
+from gds_optimizer.snapshots import SnapshotCopy, restore_snapshot, take_snapshot
+from gds_optimizer.stepper import install_step
+
+_REPEATS = 3
+
+
+def run_checkpoint_bench(
+    config: StreamConfig, *, numel: int, copy_to: Path, device: torch.device
+) -> dict[str, Any]:
+    """Time steps, snapshots, a copy, `verify`, restoring, and plain saving and loading.
+
+    Args:
+        config: directories, path, slots and so on; snapshots are taken in the first directory.
+        numel: parameters. Their state takes 12 bytes each, up to three times in the directories and
+            twice in `copy_to`.
+        copy_to: directory for the copy and the plain file, preferably on another file system.
+        device: where parameters and slots are.
+
+    Returns:
+        Seconds by name, the median where something is repeated, and what they are of.
+
+    Raises:
+        GdsOptimizerError: setting up, or something that is timed, failed.
+    """
+    optimizer, bindings = _synthetic(numel, device)
+    grads = torch.randn(min(numel, bindings[0].main.numel()), device=device) * 0.01
+    runtime = Runtime.build(
+        [Part(optimizer, bindings, "bench")], config, device=device, rank=0, eager=True
+    )
+    engine = runtime.engines[0]
+    snapshots = Path(config.directories[0]) / "bench-snapshots"
+    copies = Path(copy_to) / "bench-copies"
+    uninstall = install_step(optimizer, engine.step)
+
+    def step() -> float:
+        for binding in bindings:
+            binding.main.grad = grads[: binding.main.numel()]
+        return _timed(optimizer.step, engine.drain)[1]
+
+    try:
+        step()
+        found = {
+            "io_path": str(runtime.report.io_path),
+            "numel": numel,
+            "state_bytes": engine.layout.total_bytes,
+            "buckets": len(engine.layout.buckets),
+            **_time_all(engine, step, snapshots, copies),
+        }
+    finally:
+        uninstall()
+        runtime.close_engine(engine)
+        for directory in (snapshots, copies):
+            shutil.rmtree(directory, ignore_errors=True)
+    return found
+
+
+def _time_all(
+    engine: Engine, step: Callable[[], float], snapshots: Path, copies: Path
+) -> dict[str, float]:
+    engines = {"opt0": engine}
+    found: dict[str, float] = {"step_s": statistics.median(step() for _ in range(_REPEATS))}
+
+    def take(number: int) -> float:
+        path = snapshots / str(number)
+        return _timed(lambda: take_snapshot(engines, path, keep_last=1))[1]
+
+    found["first_snapshot_s"] = take(0)
+    found["step_after_first_snapshot_s"] = step()
+    taken, stepped = [], []
+    for number in range(1, 1 + _REPEATS):
+        taken.append(take(number))
+        stepped.append(step())
+    found["snapshot_s"] = statistics.median(taken)
+    found["step_after_snapshot_s"] = statistics.median(stepped)
+    last = snapshots / str(_REPEATS)
+
+    found["verify_s"] = _timed(lambda: verify(last))[1]
+    found["copy_s"] = _timed(lambda: SnapshotCopy(last, copies / "1").wait())[1]
+    copy = SnapshotCopy(last, copies / "2", keep_last=1)
+    during = [step()]
+    while not copy.done:
+        during.append(step())
+    copy.wait()
+    found["step_during_copy_s"] = statistics.median(during)
+    found["restore_s"] = _timed(lambda: restore_snapshot(engines, last))[1]
+    if os.stat(copies).st_dev != os.stat(snapshots).st_dev:  # else it is linked like the original
+        found["restore_from_copy_s"] = _timed(lambda: restore_snapshot(engines, copies / "2"))[1]
+
+    file = copies / "state.pt"
+    found["torch_save_s"] = _timed(lambda: _save(engine, file))[1]
+    found["torch_load_s"] = _timed(
+        lambda: load_state_dict(engine, torch.load(file, mmap=True, weights_only=True))
+    )[1]
+    return found
+
+
+def _save(engine: Engine, path: Path) -> None:
+    torch.save(state_dict(engine), path)
+    with open(path, "r+b") as file:
+        os.fsync(file.fileno())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m gds_optimizer.bench.checkpoints", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--dir", dest="directories", action="append", required=True)
+    parser.add_argument("--copy-to", type=Path, help="default: the first directory")
+    parser.add_argument("--numel", type=float, default=2**27, help="parameters (default 2**27)")
+    parser.add_argument("--bucket-size", default="192MiB")
+    parser.add_argument("--io", default="auto")
+    parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
+    arguments = parser.parse_args()
+    name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    found = run_checkpoint_bench(
+        StreamConfig(
+            directories=tuple(arguments.directories),
+            io=arguments.io,
+            bucket_size=arguments.bucket_size,
+        ),
+        numel=int(arguments.numel),
+        copy_to=arguments.copy_to or Path(arguments.directories[0]),
+        device=torch.empty(0, device=name).device,
+    )
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
