@@ -8,14 +8,22 @@ takes the files back.
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from gds_optimizer.checksum import checksum
 from gds_optimizer.engine import Engine
-from gds_optimizer.errors import IoError
-from gds_optimizer.footer import BucketRecord, host_footer
+from gds_optimizer.errors import CorruptBucketError, IoError
+from gds_optimizer.footer import BucketRecord, describe_difference, host_footer
 from gds_optimizer.mapping import PlaneMapping, flush_and_drop
+
+# Enough to keep a drive busy with page faults, and to compute checksums as fast as it reads.
+_THREADS = 4
+
+
+def _words(page: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(page), dtype=torch.int64)
 
 
 class MappedState:
@@ -24,12 +32,18 @@ class MappedState:
     Args:
         engine: quiet: nothing in flight, everything on disk.
         writable: tensors may be written; `commit` must follow before the next step.
+
+    Raises:
+        StoreChangedError: a file is not the one that was created; touching what is mapped from
+            one that somebody shortened would kill the process.
     """
 
     def __init__(self, engine: Engine, *, writable: bool) -> None:
         self.engine = engine
         self.writable = writable
         layout = engine.layout
+        for bucket in layout.buckets:
+            engine.store.check_unchanged(bucket.index)
         self._planes = {
             (space.index, number): PlaneMapping(
                 layout,
@@ -54,7 +68,7 @@ class MappedState:
         return frozenset(
             bucket.index
             for bucket in self.engine.layout.buckets
-            if bucket.space == space and not self.engine.is_written(bucket.index, plane)
+            if bucket.space == space and not self.engine.records[bucket.index].written[plane]
         )
 
     def tensors(
@@ -74,6 +88,34 @@ class MappedState:
             plane.name: self._planes[space.index, number].tensor(first, numel)
             for number, plane in enumerate(space.planes)
         }
+
+    def verify(self) -> None:
+        """Compare everything with its checksums, so that no checkpoint is made of wrong bytes.
+
+        What is read for it stays in the page cache, for whoever reads the tensors next.
+
+        Raises:
+            CorruptBucketError: a bucket is not what was written; says which.
+        """
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(self._verify_bucket, range(len(self.engine.layout.buckets))))
+
+    def _verify_bucket(self, index: int) -> None:
+        engine = self.engine
+        bucket, record = engine.layout.buckets[index], engine.records[index]
+        if record.is_blank:
+            return
+        checksums = [
+            int(checksum(self._plane_bytes(index, number))) if written else 0
+            for number, written in enumerate(record.written)
+        ]
+        expected = host_footer(bucket, engine.layout.layout_id, record, checksums)
+        path = engine.store.paths[index]
+        with open(path, "rb") as file:
+            found = os.pread(file.fileno(), len(expected), bucket.footer_offset)
+        if found != expected:
+            what = describe_difference(_words(expected), _words(found), bucket)
+            raise CorruptBucketError(f"bucket {index} in {path} is not what was written: {what}")
 
     def commit(self) -> None:
         """Make what was written through the tensors the engine's state.
@@ -131,18 +173,24 @@ def freeze_mapped(engine: Engine) -> None:
     Raises:
         NoSpaceError: there is no room for a second set of files.
     """
-    engine.store.freeze()
+    engine.store.freeze_read_elsewhere()
     engine.handed_out = None
 
 
-def map_state(engine: Engine, *, writable: bool = False) -> MappedState:
+def map_state(engine: Engine, *, writable: bool = False, verify: bool = True) -> MappedState:
     """Hand out the state of `engine` as tensors, once everything is on disk.
 
     A mapping of the same kind that is still there is handed out again. Reading (`writable=False`)
     leaves the engine as it is. After writing, `MappedState.commit` must be called; until then the
     engine refuses every other use.
 
+    Args:
+        engine: what keeps the state.
+        writable: for loading rather than saving.
+        verify: compare what is handed out for reading with its checksums, which reads all of it.
+
     Raises:
+        CorruptBucketError: a bucket is not what was written.
         StepFailedError: the state is torn, a write that went on behind the last step failed, or
             tensors were handed out for writing before and never committed.
     """
@@ -159,5 +207,8 @@ def map_state(engine: Engine, *, writable: bool = False) -> MappedState:
         engine.store.thaw()
     else:
         engine.settle()
-    engine.handed_out = MappedState(engine, writable=writable)
-    return engine.handed_out
+    mapped = MappedState(engine, writable=writable)
+    if verify and not writable:
+        mapped.verify()
+    engine.handed_out = mapped
+    return mapped

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from gds_optimizer.engine import MAIN_PLANE, Engine
+from gds_optimizer.engine import Engine
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import EvictedState
 from gds_optimizer.mapped_state import MappedState, map_state
 from gds_optimizer.megatron.rectangles import rectangles
+from gds_optimizer.plan import MAIN_PLANE
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def first_scalars(engine: Engine) -> Iterator[None]:
     state = engine.plan.optimizer.state
     added = []
     for binding, schema in zip(engine.plan.bindings, engine.plan.schemas, strict=True):
-        if binding.main in state:
+        if binding.main in state or not binding.main.numel():
             continue
         planes = tuple(plane.name for plane in schema.planes)
         state[binding.main] = EvictedState(dict(schema.initial or {}), binding.name, planes)
@@ -200,13 +201,21 @@ def _parts_of(described: Any, model_param: Any) -> Iterator[Any]:
         part.data = whole
         yield part
         return
-    for part in nested_values(described.build_fn(described.key, whole, described.replica_id, None)):
-        if not part.data.is_contiguous():
-            raise UnsupportedError(
-                f"the checkpoint format of {described.key} cuts the parameter across its rows: "
-                "use the dp_reshardable format"
-            )
-        yield part
+    built = described.build_fn(described.key, whole, described.replica_id, None)
+    parts = [part for part in nested_values(built) if isinstance(part, ShardedTensor)]
+    storage = whole.untyped_storage()._cdata
+    # A factory that copies (transposes, say) leaves no trace of where its elements come from.
+    are_ranges = all(
+        part.data.is_contiguous() and part.data.untyped_storage()._cdata == storage
+        for part in parts
+    )
+    if not are_ranges or sum(part.data.numel() for part in parts) != whole.numel():
+        raise UnsupportedError(
+            f"the model rearranges {described.key} in its checkpoints, so that what a "
+            "data-parallel rank owns of it are no ranges there: use the dp_reshardable format "
+            "(leave --dist-ckpt-optim-fully-reshardable out)"
+        )
+    yield from parts
 
 
 def warn_of_broken_writer(optimizer: Any, common: dict[str, Any]) -> None:

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 
-from gds_optimizer.engine import Binding, Engine
+from gds_optimizer.engine import Engine
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import EvictedTensor, captured_copies, evict_
-from gds_optimizer.mapped_state import freeze_mapped
+from gds_optimizer.mapped_state import freeze_mapped, map_state
 from gds_optimizer.megatron import checkpoint
 from gds_optimizer.megatron.deferred import mains_deferred
 from gds_optimizer.megatron.half_grads import HALF_DTYPES, half_grads_kept
 from gds_optimizer.megatron.refusals import refuse_unsupported
 from gds_optimizer.megatron.shards import NamedShard, named_shards
+from gds_optimizer.plan import Binding
 from gds_optimizer.runtime import Runtime
 from gds_optimizer.stepper import install_step
 from gds_optimizer.telemetry import PassStats
@@ -193,7 +194,10 @@ def streamed_class(base: Any) -> Any:
             self, model_sharded_state_dict: Any = None, is_loading: bool = False, **kwargs: Any
         ) -> Any:
             self._is_loading = is_loading
+            async_save = self._runtime is not None and self._runtime.config.async_save
             try:
+                if self._engine is not None and async_save and not is_loading:
+                    map_state(self._engine, verify=False)  # reading it all would hold training up
                 state_dict = super().sharded_state_dict(
                     model_sharded_state_dict or {}, is_loading, **kwargs
                 )
@@ -201,7 +205,6 @@ def streamed_class(base: Any) -> Any:
                 self._is_loading = False
             if state_dict.get("param_state_sharding_type") == "fully_reshardable":
                 state_dict[checkpoint.STREAMED_MARK] = True
-            async_save = self._runtime is not None and self._runtime.config.async_save
             if self._engine is not None and async_save and not is_loading:
                 freeze_mapped(self._engine)
             return state_dict
@@ -248,18 +251,17 @@ def streamed_class(base: Any) -> Any:
 
         def offload_to_cpu(self) -> None:
             """Free the slots: nothing else of this optimizer's state is on the device."""
-            if self._engine is None:
+            if self._runtime is None:
                 super().offload_to_cpu()
                 return
-            self._engine.drain()
-            self._engine.pool.suspend()
+            self._runtime.suspend()
 
         def restore_from_cpu(self) -> None:
             """Take the slots again."""
-            if self._engine is None:
+            if self._runtime is None:
                 super().restore_from_cpu()
                 return
-            self._engine.pool.resume()
+            self._runtime.resume()
 
     Streamed.__name__ = Streamed.__qualname__ = f"Streamed{base.__name__}"
     return Streamed

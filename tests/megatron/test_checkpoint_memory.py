@@ -1,0 +1,205 @@
+"""Saving and loading hold no copy of the state: not in memory, and not in the page cache after.
+
+One rank keeps more than a GiB of state. Anonymous and shared memory of the process and of all its
+children (Megatron's writer forks) is sampled while it saves and loads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gds_optimizer.megatron.shards import distributed_optimizers
+from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
+from tests.megatron.checkpointing import (
+    BUCKET_SHAPED,
+    MODEL_SHAPED,
+    Checkpoint,
+    Context,
+    Run,
+    dist_checkpointing,
+    perform,
+    sharded_state,
+)
+from tests.megatron.harness import run_ranks
+from tests.megatron.streaming import Streaming
+from tests.support.page_cache import resident_pages
+
+pytestmark = pytest.mark.megatron
+
+MIB = 2**20
+BUCKET_BYTES = 24 * MIB
+# 98 million parameters. A reader holds the bytes of a tensor or two: none has more than 6 MiB.
+CONFIG = TinyGptConfig(
+    layers=30, hidden=512, heads=4, vocab=3072, micro_batch=1, steps=3, inner_optimizer="fused"
+)
+LIMIT_BYTES = 64 * MIB
+FORMATS = (MODEL_SHAPED, BUCKET_SHAPED)
+
+
+# ---------------------------------------------------------------------- on the rank
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all its descendants that live."""
+    found = [pid]
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            found += _family(int(child))
+    return found
+
+
+def _private_bytes() -> int:
+    """Anonymous and shared memory of this process and its descendants.
+
+    RssAnon and RssShmem, but proportional: a forked child's pages that it shares with its parent
+    count once, not for each of them.
+    """
+    total = 0
+    for pid in _family(threading.main_thread().native_id or 0):
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        values = {line.split(":")[0]: line.split()[1] for line in lines[1:]}
+        total += 1024 * (int(values["Pss_Anon"]) + int(values["Pss_Shmem"]))
+    return total
+
+
+class Watch:
+    """The largest memory use while a block runs, over what it was before."""
+
+    def __enter__(self) -> Watch:
+        gc.collect()
+        # What the allocator keeps for later would hide as much.
+        ctypes.CDLL(None).malloc_trim(0)
+        self._before = self._peak = _private_bytes()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._is_over.wait(0.01):
+            self._peak = max(self._peak, _private_bytes())
+
+    def __exit__(self, *exc: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.peak_bytes = max(self._peak, _private_bytes()) - self._before
+
+
+def _bucket_files(context: Context) -> list[Path]:
+    return [
+        path
+        for part in distributed_optimizers(context.optimizer)
+        for path in part.engine.store.paths
+    ]
+
+
+def note_cached_pages(context: Context) -> None:
+    pages = sum(map(resident_pages, _bucket_files(context)))
+    context.result.notes[f"cached pages after step {context.completed}"] = pages
+
+
+def note_size(context: Context) -> None:
+    context.result.notes["state"] = sum(path.stat().st_size for path in _bucket_files(context))
+
+
+def save_something_small(context: Context) -> None:
+    """The first save starts a helper of Megatron's that stays: a process of its own."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    path = context.directory / "small"
+    path.mkdir()
+    tensor = ShardedTensor.from_rank_offsets("small", torch.zeros(4))
+    dist_checkpointing().save({"small": tensor}, str(path))
+
+
+@dataclass(frozen=True)
+class WatchedSave:
+    """Only the optimizer's part: Megatron's writer copies the model's."""
+
+    checkpoint: Checkpoint
+
+    def __call__(self, context: Context) -> None:
+        path = context.path(self.checkpoint)
+        path.mkdir(parents=True)
+        with Watch() as watch:
+            state = sharded_state(
+                context.chunks, context.optimizer, self.checkpoint, is_loading=False
+            )
+            dist_checkpointing().save({"optimizer": state["optimizer"]}, str(path))
+            del state
+        context.result.notes[f"save {self.checkpoint.format}"] = watch.peak_bytes
+
+
+@dataclass(frozen=True)
+class WatchedLoad:
+    """Afterwards the checkpoint is removed."""
+
+    checkpoint: Checkpoint
+
+    def __call__(self, context: Context) -> None:
+        path = context.path(self.checkpoint)
+        with Watch() as watch:
+            state = sharded_state(
+                context.chunks, context.optimizer, self.checkpoint, is_loading=True
+            )
+            loaded = dist_checkpointing().load({"optimizer": state["optimizer"]}, str(path))
+            context.optimizer.load_state_dict(loaded["optimizer"])
+            del state, loaded
+        context.result.notes[f"load {self.checkpoint.format}"] = watch.peak_bytes
+        shutil.rmtree(path)
+
+
+def measure(directory: str) -> dict[str, Any]:
+    checkpoints = [Checkpoint(name=kind, format=kind) for kind in FORMATS]
+    run = Run(
+        config=CONFIG,
+        streaming=Streaming(bucket_size=BUCKET_BYTES, slots=2, init="lazy"),
+        actions={
+            1: (note_size, save_something_small, *map(WatchedSave, checkpoints)),
+            2: (note_cached_pages, *map(WatchedLoad, checkpoints)),
+            3: (note_cached_pages,),
+        },
+        looks_at_end=False,
+    )
+    result = perform(run, Path(directory))
+    assert not result.error, result.error
+    return result.notes
+
+
+# ---------------------------------------------------------------------- tests
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("memory"))
+    # Not a fork: what one shares with its parent is only partly counted.
+    (notes,) = run_ranks(1, measure, directory, timeout_s=600)
+    return notes
+
+
+def test_the_state_is_large(measured):
+    assert measured["state"] > 2**30
+
+
+@pytest.mark.parametrize(
+    "what", [f"{verb} {kind}" for verb in ("save", "load") for kind in FORMATS]
+)
+def test_memory_is_bounded(measured, what):
+    assert measured[what] <= LIMIT_BYTES
+
+
+@pytest.mark.parametrize("step", [2, 3], ids=["saving", "loading"])
+def test_nothing_is_cached_after_the_step_that_follows(measured, step):
+    assert measured[f"cached pages after step {step}"] == 0
