@@ -345,7 +345,13 @@ def test_sizes_are_read_as_written():
 
 @pytest.mark.parametrize(
     ("heading", "command"),
-    [("`gds-optimizer probe DIR...`", "probe"), ("`gds-optimizer demo`", "demo")],
+    [
+        ("`gds-optimizer probe DIR...`", "probe"),
+        ("`gds-optimizer bench`", "bench"),
+        ("`gds-optimizer inspect PATH`", "inspect"),
+        ("`gds-optimizer verify PATH`", "verify"),
+        ("`gds-optimizer demo`", "demo"),
+    ],
 )
 def test_options_of_commands(heading, command):
     parser = subcommands()[command]
@@ -358,7 +364,11 @@ def test_options_of_commands(heading, command):
         if not set(action.option_strings) & options:
             continue
         (flag,) = action.option_strings
-        default = "the current directory" if flag == "--dir" else written(action.default)
+        default = "" if action.default is None else written(action.default)
+        if flag == "--numel":  # elements, not bytes
+            default = str(action.default)
+        if (command, flag) == ("demo", "--dir"):
+            default = "the current directory"
         if isinstance(action.default, bool):
             default = "on" if action.default else "off"
         assert rows[flag] == default, flag
