@@ -7,6 +7,7 @@ encode, and write the footer. No framework is known here; a front end binds shar
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,6 +33,8 @@ from gds_optimizer.step_pass import StepPass
 from gds_optimizer.stepper import Stepper
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock, PassStats
+
+logger = logging.getLogger(__name__)
 
 
 class HandedOutState(Protocol):
@@ -69,6 +72,7 @@ class Engine:
         self._stepper = Stepper(plan.optimizer)
         self._failure: StepFailedError | None = None
         self._forward = True
+        self._strays_reported = False
         self._materialized = 0  # blocks of `materialized` that are open
         self._buckets = BucketState(plan, store)
         # An optimizer counts steps of an empty parameter too; it just has nothing to stream.
@@ -146,6 +150,21 @@ class Engine:
         except BaseException as error:  # noqa: BLE001 - `_fail` raises it, or what it caused
             self._fail(what, error)
         self.last_stats = clock.finish()
+        self._check_ways()
+
+    def _check_ways(self) -> None:
+        """Say so once if bytes went another way than the one that was chosen and printed."""
+        backend = self.pool.backend
+        ways = {key.partition(".")[0] for key, nbytes in backend.counters().items() if nbytes}
+        strays = ways - {str(backend.io_path)}
+        if strays and not self._strays_reported:
+            self._strays_reported = True
+            logger.warning(
+                "the I/O path is %s, but KvikIO also counts bytes that went by %s: by another user "
+                "of KvikIO in this process, or because the path does not hold here",
+                backend.io_path,
+                ", ".join(sorted(strays)),
+            )
 
     def take_files_back(self) -> None:
         """End what `mapped_state` handed out; direct I/O and mapped pages must not meet.
@@ -469,6 +488,20 @@ class Engine:
         else:
             self.plan.optimizer.state[binding.main][key] = values.to(binding.main.device)
 
+    def check_restorable(self) -> None:
+        """Whether its state may be replaced now, be it torn or not.
+
+        Raises:
+            ClosedError, ForkedError, UnsupportedError: it may not.
+        """
+        self.store.check_owner()
+        self._check_slots()
+        if self._materialized:
+            raise UnsupportedError(
+                "what is restored inside `materialized` would be undone when the block writes its "
+                "values back: restore outside of it"
+            )
+
     def abandon_state(self, why: str) -> None:
         """Give up what is kept: from now on nothing but `restore` and `close` is accepted.
 
@@ -478,13 +511,7 @@ class Engine:
         Raises:
             ClosedError, ForkedError, UnsupportedError: it cannot be restored now; nothing changed.
         """
-        self.store.check_owner()
-        self._check_slots()
-        if self._materialized:
-            raise UnsupportedError(
-                "what is restored inside `materialized` would be undone when the block writes its "
-                "values back: restore outside of it"
-            )
+        self.check_restorable()
         if self.handed_out is not None:
             self.handed_out.leave()
             self.handed_out = None

@@ -45,6 +45,14 @@ def _is_held_here(lock_path: Path) -> bool:
     return (state.st_dev, state.st_ino) in _held
 
 
+def _boot_id() -> str:
+    """The running kernel, whose locks are all visible here; empty where it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def _describe_owner(fd: int) -> dict[str, object]:
     try:
         owner = json.loads(os.pread(fd, 4096, 0) or b"{}")
@@ -145,6 +153,7 @@ class OwnedDirectory:
             owner = {
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
+                "boot": _boot_id(),
                 "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "command": " ".join(sys.argv)[:512],
                 "purpose": purpose,
@@ -233,7 +242,11 @@ def reclaim_dead(root: Path, *, keep: Path) -> None:
         except OSError:
             continue
         # On a shared file system other hosts' locks may be invisible here: leave theirs alone.
-        if owner.get("host") != socket.gethostname():
+        # A container may have another host name after every start, on the same kernel.
+        is_ours = owner.get("host") == socket.gethostname() or (
+            owner.get("boot") == _boot_id() != ""
+        )
+        if not is_ours:
             continue
         with contextlib.suppress(StoreLockedError, OSError):
             owned = OwnedDirectory._try_acquire(lock.parent, "reclaim")

@@ -5,11 +5,11 @@ caching allocator (plain cudaMalloc through CuPy: GDS registers whole allocation
 allocator's may be pieced together), registered once where the I/O path wants that, and shared by
 all engines of a process.
 
-    FREE -> READING -> READY -> COMPUTING -> WRITING -> CACHED (-> FREE)
+    FREE -> READING -> COMPUTING -> WRITING -> CACHED (-> FREE)
 
 A slot whose write has finished still holds its bucket. It stays CACHED until somebody needs the
-slot; an engine that comes back to that bucket first need not read it. A slot whose transfer did
-not end in time is STUCK: nobody's, until the transfer has ended after all.
+slot; an engine that comes back to that bucket first need not read it: it is READY. A slot whose
+transfer did not end in time is STUCK: nobody's, until the transfer has ended after all.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class LimitFiles:
         if fresh:
             self._remove()
             self._allocate()
-        rate = max(self._rate("write", TASK_BYTES[-1], THREADS[-1]), 0.0)
+        rate = self._rate("write", TASK_BYTES[-1], THREADS[-1])
         self.limit.first_write = max(self.limit.first_write, rate)
 
     def measure(self) -> Limit:

@@ -155,7 +155,7 @@ def run_bench(
         engine = runtime.engines[0]
         try:
             uninstall = install_step(optimizer, engine.step)
-            initialize, initialize_s = _timed(engine.initialize, engine.drain)
+            _, initialize_s = _timed(engine.initialize, engine.drain)
             files.measure_first_write()
             result = BenchResult(
                 str(runtime.report.io_path),
@@ -167,7 +167,6 @@ def run_bench(
                 engine.last_stats,
                 initialize_s,
             )
-            del initialize
             for number in range(steps + 1):
                 for binding in bindings:
                     binding.main.grad = grads[: binding.main.numel()]

@@ -90,7 +90,7 @@ def streamed_class(base: Any) -> Any:
             self._binding_of = {
                 shard.model_param: number for number, shard in enumerate(named_shards(self))
             }
-            self._uninstall_step = install_step(self.optimizer, engine.step)
+            install_step(self.optimizer, engine.step)
 
         @property
         def engine(self) -> Engine | None:
@@ -105,7 +105,7 @@ def streamed_class(base: Any) -> Any:
         def close(self) -> None:
             """Wait for the last writes and remove the state from disk: the last call."""
             if self._engine is not None and self._runtime is not None:
-                self._uninstall_step()
+                # The engine's step stays: it says that it is closed.
                 self._runtime.close_engine(self._engine)
 
         # ------------------------------------------------------------------ the step

@@ -828,6 +828,22 @@ def test_statistics_add_up(tmp_path):
 # Misuse
 
 
+def test_bytes_that_go_another_way_are_reported_once(tmp_path, monkeypatch, caplog):
+    with streamed(tmp_path) as run:
+        way = str(run.backend.io_path)
+        counters = {f"{way}.read": 8, "elsewhere.total": 0}
+        monkeypatch.setattr(run.backend, "counters", lambda: counters)
+        run.step(grads_of(SIZES, 0))
+        assert caplog.records == []
+        counters["elsewhere.total"] = 4096
+        run.step(grads_of(SIZES, 0))
+        run.step(grads_of(SIZES, 0))
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert f"the I/O path is {way}, but" in record.message
+        assert "elsewhere" in record.message
+
+
 def test_a_parameter_that_joins_later_is_refused(tmp_path):
     with pair(tmp_path, adamw) as both:
         both.step(0)

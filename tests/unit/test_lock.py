@@ -252,6 +252,18 @@ def test_dead_ranks_are_reclaimed_and_everything_else_is_left(tmp_path, start):
     owned.close()
 
 
+@pytest.mark.parametrize("boot", ["this", "another", ""])
+def test_a_dead_container_s_scratch_is_known_by_the_kernel(tmp_path, boot):
+    """Its host name is gone with it; the kernel that knows its locks is still there."""
+    dead = tmp_path / "rank00005" / "opt0"
+    dead.mkdir(parents=True)
+    (dead / "bucket00000.bin").write_bytes(b"x")
+    owner = {"pid": 1, "host": "elsewhere", "boot": lock._boot_id() if boot == "this" else boot}
+    (dead / LOCK_NAME).write_text(json.dumps(owner))
+    reclaim_dead(tmp_path, keep=tmp_path / "rank00000" / "opt0")
+    assert dead.exists() == (boot != "this")
+
+
 def test_files_of_others_survive_acquire_and_close(tmp_path):
     directory = tmp_path / "rank00000/opt0"
     (directory / "snapshot").mkdir(parents=True)
