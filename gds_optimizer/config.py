@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ def parse_size(text: str | int) -> int:
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"wanted a size such as 192MiB, 400GiB or 4096, got {text!r}")
     exact = float(match[1]) * _UNITS[match[2].lower()]
+    if not exact < 2**63:
+        raise ConfigError(f"wanted a size below 2**63 bytes, got {text[:40]!r}")
     if exact != int(exact):
         raise ConfigError(f"wanted a whole number of bytes, got {text!r}")
     return int(exact)
@@ -107,15 +110,25 @@ class StreamConfig:
                 object.__setattr__(self, name, parse_size(getattr(self, name)))
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
+        if any(str(d) == "" for d in directories):
+            raise ConfigError("directories names nothing (''): name a directory on an NVMe drive")
         if not paths:
             raise ConfigError("directories is empty: name at least one directory on an NVMe drive")
         if len(set(paths)) != len(paths):
             raise ConfigError(f"directories names one twice: {', '.join(map(str, paths))}")
         known: dict[tuple[int, int], Path] = {}
         for path in paths:
-            if not path.is_dir():
-                raise ConfigError(f"directories: {path} is not an existing directory: create it")
-            state = path.stat()
+            try:
+                state = path.stat()
+            except OSError as error:
+                raise ConfigError(
+                    f"directories: {path} is not an existing directory ({error.strerror}): "
+                    "create it"
+                ) from None
+            if not stat.S_ISDIR(state.st_mode):
+                raise ConfigError(
+                    f"directories: {path} is not an existing directory (Not a directory): name one"
+                )
             other = known.setdefault((state.st_dev, state.st_ino), path)
             if other is not path:
                 raise ConfigError(

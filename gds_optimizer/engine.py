@@ -29,7 +29,7 @@ from gds_optimizer.pipeline import Pipeline, Ranges
 from gds_optimizer.plan import MAIN_PLANE, EnginePlan
 from gds_optimizer.scalars import Scalars
 from gds_optimizer.slots import Slot, SlotPool
-from gds_optimizer.step_pass import StepPass
+from gds_optimizer.step_pass import StepPass, late_parameters
 from gds_optimizer.stepper import Stepper
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock, PassStats
@@ -95,6 +95,38 @@ class Engine:
 
     # ------------------------------------------------------------------ use and failure
 
+    @contextmanager
+    def exclusive(self, what: str, *, is_pass: bool = False) -> Iterator[None]:
+        """Nobody else uses the state inside: no other thread, and no signal handler in a pass.
+
+        Args:
+            what: what is about to be done, for the message.
+            is_pass: whether transfers and slots are in motion inside, so that not even the same
+                thread may begin anything else.
+
+        Raises:
+            UnsupportedError: somebody else is using it.
+        """
+        with self.pool.usage.hold(is_pass=is_pass) as is_held:
+            if not is_held:
+                raise UnsupportedError(
+                    f"{what} in the middle of a step, or of another use, of the optimizer state "
+                    f"in {self.store.directories[0]}: do it between two steps, and from one thread"
+                )
+            yield
+
+    def check_not_materialized(self, what: str) -> None:
+        """Refuse what would be undone, or would miss changes, inside `materialized`.
+
+        Raises:
+            UnsupportedError
+        """
+        if self._materialized:
+            raise UnsupportedError(
+                f"{what} inside `materialized` would be undone, or would miss what was changed, "
+                "when the block writes its values back: do it outside of it"
+            )
+
     def check_usable(self) -> None:
         """Refuse use when closed, forked or failed.
 
@@ -103,7 +135,8 @@ class Engine:
         """
         self.store.check_owner()
         if self._failure is not None:
-            raise self._failure
+            # A new object, or its traceback would grow, and keep frames alive, with every call.
+            raise StepFailedError(str(self._failure)) from self._failure.__cause__
 
     def _check_slots(self) -> None:
         if self.layout.buckets and not self.pool.slots:
@@ -141,16 +174,17 @@ class Engine:
     def _pass(self, what: str) -> Iterator[PassClock]:
         """A pass over buckets that writes: statistics, the compute stream, failure."""
         self.check_usable()
-        self.take_files_back()
-        self._check_slots()
-        clock = PassClock(str(self.pool.backend.io_path))
-        try:
-            with torch.no_grad(), self.pool.computing():
-                yield clock
-        except BaseException as error:  # noqa: BLE001 - `_fail` raises it, or what it caused
-            self._fail(what, error)
-        self.last_stats = clock.finish()
-        self._check_ways()
+        with self.exclusive(what, is_pass=True):
+            self.take_files_back()
+            self._check_slots()
+            clock = PassClock(str(self.pool.backend.io_path))
+            try:
+                with torch.no_grad(), self.pool.computing():
+                    yield clock
+            except BaseException as error:  # noqa: BLE001 - `_fail` raises it, or what it caused
+                self._fail(what, error)
+            self.last_stats = clock.finish()
+            self._check_ways()
 
     def _check_ways(self) -> None:
         """Say so once if bytes went another way than the one that was chosen and printed."""
@@ -202,11 +236,7 @@ class Engine:
         while self.before_step:
             self.before_step.pop(0)()
         self.check_usable()
-        if self._materialized:
-            raise UnsupportedError(
-                "an optimizer step inside `materialized` would be undone when the block writes its "
-                "values back: step outside of it"
-            )
+        self.check_not_materialized("an optimizer step")
         step_pass = StepPass(self._buckets, self._scalars, self._stepper, self.pool, self.steps + 1)
         with self._pass(f"optimizer step {self.steps + 1}") as clock:
             self._stepper.begin()
@@ -344,6 +374,7 @@ class Engine:
         Raises:
             StepFailedError: writing failed, now or behind the last step.
         """
+        self.check_not_materialized("reading or saving the whole state")
         state = self._buckets
         stale = [index for index in state.with_main() if 0 not in state.needed(index)]
         if stale:
@@ -380,8 +411,6 @@ class Engine:
         Planes that were never written are zero. The tensors are good during the call only.
         """
         self.check_usable()
-        self.take_files_back()
-        self._check_slots()
         state = self._buckets
 
         def read(index: int, slot: Slot, from_disk: bool) -> Ranges:
@@ -393,18 +422,21 @@ class Engine:
             return ()
 
         clock = PassClock(str(self.pool.backend.io_path))
-        try:
-            with torch.no_grad(), self.pool.computing():
-                self.pipeline.run(
-                    self._ordered(buckets),
-                    reads=lambda index: state.ranges(index, state.needed(index)),
-                    visit=read,
-                    clock=clock,
-                )
-        except GdsOptimizerError as error:
-            if self.pipeline.unfinished_writes:
-                self._fail("writing behind the last step", error)
-            raise
+        with self.exclusive("reading the state", is_pass=True):
+            self.take_files_back()
+            self._check_slots()
+            try:
+                with torch.no_grad(), self.pool.computing():
+                    self.pipeline.run(
+                        self._ordered(buckets),
+                        reads=lambda index: state.ranges(index, state.needed(index)),
+                        visit=read,
+                        clock=clock,
+                    )
+            except GdsOptimizerError as error:
+                if self.pipeline.unfinished_writes:
+                    self._fail("writing behind the last step", error)
+                raise
 
     def read_state(self) -> dict[str, dict[str, Any]]:
         """Everything this engine keeps, in host memory: for tests and small models.
@@ -440,8 +472,15 @@ class Engine:
     # ------------------------------------------------------------------ snapshots
 
     def name_of(self, main: torch.Tensor) -> str:
-        """Name of the shard whose main a group holds."""
-        return self.plan.bindings[self._index_of[id(main)]].name
+        """Name of the shard whose main a group holds.
+
+        Raises:
+            UnsupportedError: it joined the optimizer after setup.
+        """
+        index = self._index_of.get(id(main))
+        if index is None:
+            raise late_parameters(1)
+        return self.plan.bindings[index].name
 
     def is_streamed(self, index: int) -> bool:
         """Whether a binding has elements in buckets."""
@@ -496,11 +535,7 @@ class Engine:
         """
         self.store.check_owner()
         self._check_slots()
-        if self._materialized:
-            raise UnsupportedError(
-                "what is restored inside `materialized` would be undone when the block writes its "
-                "values back: restore outside of it"
-            )
+        self.check_not_materialized("restoring")
 
     def abandon_state(self, why: str) -> None:
         """Give up what is kept: from now on nothing but `restore` and `close` is accepted.
@@ -624,10 +659,11 @@ class Engine:
             StepFailedError: a write that went on behind the last step has failed.
         """
         self.check_usable()
-        try:
-            self.pipeline.drain()
-        except GdsOptimizerError as error:
-            self._fail("writing behind the last step", error)
+        with self.exclusive("waiting for the last writes", is_pass=True):
+            try:
+                self.pipeline.drain()
+            except GdsOptimizerError as error:
+                self._fail("writing behind the last step", error)
 
     def close(self) -> None:
         """Wait for what is in flight and remove the files. May be called again.

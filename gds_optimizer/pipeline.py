@@ -233,6 +233,9 @@ class Pipeline:
         # After a timeout, waiting as long again for each of the rest would help nobody.
         is_stuck = isinstance(error, IoTimeoutError)
         deadline_s = time.monotonic() + (_STUCK_WAIT_S if is_stuck else self.timeout_s)
+        if not isinstance(error, GdsOptimizerError):
+            for file in self.store.files:
+                file.quiesce(max(deadline_s - time.monotonic(), 0.0))
         for slot in self.pool.slots:
             if slot.owner is self:
                 # The first failure is on its way up already.

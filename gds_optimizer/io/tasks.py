@@ -14,6 +14,7 @@ where the outcome matters.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import os
 import threading
@@ -122,6 +123,8 @@ class TaskTransfer(Transfer):
         self._failure: str | None = None
         self._is_settled = False
         self._got: str | int | None = None
+        # Before anything starts: an interrupt may come at any line.
+        file.transfers.add(self)
         _IN_FLIGHT.add(self)
         for start in range(0, self.nbytes, file.task_size_bytes):
             part = buffer[start : start + file.task_size_bytes]
@@ -230,9 +233,12 @@ class TaskFile(BucketFile):
         if self.is_closed:
             raise ClosedError(f"{operation} of {self.path}: the file is closed")
         check_transfer(buffer, file_offset, self.backend.device)
-        transfer = TaskTransfer(self, operation, buffer, file_offset)
-        self.transfers.add(transfer)
-        return transfer
+        return TaskTransfer(self, operation, buffer, file_offset)
+
+    def quiesce(self, timeout_s: float) -> None:
+        for transfer in list(self.transfers):
+            with contextlib.suppress(IoError):
+                transfer.wait(timeout_s)
 
     def close(self) -> None:
         """Close the descriptors. May be called again.

@@ -196,6 +196,17 @@ def test_one_directory_twice_is_rejected(directory, monkeypatch):
         StreamConfig(directories=(directory, "."))
 
 
+@pytest.mark.parametrize("name", ["", "x" * 5000])
+def test_what_is_no_name_is_rejected(name):
+    with pytest.raises(ConfigError, match=r"^directories"):
+        StreamConfig(directories=(name,))
+
+
+def test_a_size_beyond_all_drives_is_rejected(directory):
+    with pytest.raises(ConfigError, match=r"^bucket_size: wanted a size below"):
+        config(directory, bucket_size="9" * 400)
+
+
 def test_one_directory_by_two_names_is_rejected(directory, tmp_path):
     (tmp_path / "link").symlink_to(directory)
     with pytest.raises(ConfigError, match=r"^directories: .* and .*link are the same directory"):

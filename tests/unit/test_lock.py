@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gds_optimizer import lock
-from gds_optimizer.errors import StoreLockedError
+from gds_optimizer.errors import ConfigError, StoreLockedError
 from gds_optimizer.lock import LOCK_NAME, OwnedDirectory, reclaim_dead
 from tests.support.engines import in_child, leftovers
 
@@ -262,6 +262,30 @@ def test_a_dead_container_s_scratch_is_known_by_the_kernel(tmp_path, boot):
     (dead / LOCK_NAME).write_text(json.dumps(owner))
     reclaim_dead(tmp_path, keep=tmp_path / "rank00000" / "opt0")
     assert dead.exists() == (boot != "this")
+
+
+def test_a_lock_that_is_a_symbolic_link_is_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("thesis")
+    directory = tmp_path / "rank00000" / "opt0"
+    directory.mkdir(parents=True)
+    for target in (precious, tmp_path / "nowhere"):
+        (directory / LOCK_NAME).symlink_to(target)
+        with pytest.raises(ConfigError, match="is a symbolic link"):
+            OwnedDirectory.acquire(directory)
+        (directory / LOCK_NAME).unlink()
+    assert precious.read_text() == "thesis"
+
+
+def test_only_names_of_ours_are_scratch(tmp_path):
+    directory = tmp_path / "rank00000" / "opt0"
+    directory.mkdir(parents=True)
+    ours = {"bucket00000.bin", "bucket123456.bin", "bucket00001.spare.bin", "layout.json"}
+    theirs = {"bucket_of_fish.bin", "bucket1.bin", "bucket00000.bin.bak", "layout.json5"}
+    for name in ours | theirs:
+        (directory / name).touch()
+    OwnedDirectory.acquire(directory).close()
+    assert {path.name for path in directory.iterdir()} == theirs
 
 
 def test_files_of_others_survive_acquire_and_close(tmp_path):
