@@ -101,7 +101,7 @@ def test_files_of_a_killed_run_are_removed(tmp_path):
 
 def test_what_cannot_fit_is_refused_at_once(tmp_path):
     config = StreamConfig(directories=(tmp_path,), io="host")
-    with pytest.raises(NoSpaceError, match="the benchmark needs 12.* bytes in .* are free"):
+    with pytest.raises(NoSpaceError, match=r"the benchmark needs 12.* bytes in .* are free"):
         run_bench(config, numel=10**13, steps=1, device=torch.device("cpu"))
     assert list(tmp_path.iterdir()) == []
 
