@@ -17,7 +17,7 @@ import pytest
 from gds_optimizer import snapshot_files
 from gds_optimizer.errors import ConfigError, SnapshotError
 from gds_optimizer.mapped_state import freeze_mapped, map_state
-from gds_optimizer.snapshot import LINKS_DIRECTORY, Placement, make_directories
+from gds_optimizer.snapshot import LINKS_DIRECTORY, Placement, declare, make_directories
 from gds_optimizer.snapshot_read import verify
 from gds_optimizer.snapshots import (
     SnapshotCopy,
@@ -745,6 +745,10 @@ def test_the_declaration_does_not_last(tmp_path, optimizer, monkeypatch, failure
     with pytest.raises(failure, match="Input/output error"):
         take_snapshot({"opt0": optimizer.engine}, path)
     assert not path.exists()
+    path.mkdir()
+    with pytest.raises(failure, match="Input/output error"):
+        declare(path, {})
+    assert not (path / "snapshot.json").exists()
     monkeypatch.undo()
     take_snapshot({"opt0": optimizer.engine}, path)
     assert verify(path) == []
