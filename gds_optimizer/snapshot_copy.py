@@ -37,6 +37,8 @@ from gds_optimizer.snapshot import (
 )
 from gds_optimizer.snapshot_files import (
     being_made,
+    check_keep_last,
+    check_outside,
     clean_incomplete,
     matching,
     refuse_foreign,
@@ -128,6 +130,7 @@ class SnapshotCopy:
         self._keep_last = keep_last
         self._wait_for_ranks_s = wait_for_ranks_s
         self._stop = threading.Event()
+        self._pid = os.getpid()
         self._is_done = False  # the copy is declared complete
         self._whole: dict[str, Any] = {}
         self._parts: list[Part] = []
@@ -147,8 +150,9 @@ class SnapshotCopy:
         undo.enter_context(being_made(self.target))  # before any rank makes the directory
         if self._bytes_per_s is not None and not self._bytes_per_s > 0:
             raise SnapshotError(f"bytes_per_s is {self._bytes_per_s}, wanted more than 0")
-        if self._keep_last is not None and self._keep_last < 1:
-            raise SnapshotError(f"keep_last is {self._keep_last}, wanted at least 1")
+        check_keep_last(self._keep_last)
+        for engine in self._engines:
+            check_outside(engine, self.target)
         if (self.target / COMPLETE_NAME).exists():
             raise SnapshotError(f"there is a snapshot in {self.target} already")
         if self._counted in (self.target.resolve(), *self.target.resolve().parents):
@@ -214,7 +218,12 @@ class SnapshotCopy:
             ) from self.failure
 
     def stop(self) -> None:
-        """Give up and remove what was copied; a copy that is complete stays."""
+        """Give up and remove what was copied; a copy that is complete stays.
+
+        In a forked child it does nothing: the copy is the parent's.
+        """
+        if os.getpid() != self._pid:
+            return
         self._stop.set()
         self._thread.join()
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gds_optimizer.engine import Engine
 from gds_optimizer.errors import SnapshotError
 from gds_optimizer.jsonvalues import unseal
 from gds_optimizer.lock import LOCK_NAME
@@ -30,6 +31,7 @@ from gds_optimizer.snapshot import (
     PARTIAL,
     fsync_directory,
     rank_directory,
+    write_durably,
 )
 
 _RANK = re.compile(r"rank\d{5,}(\.partial)?")
@@ -285,7 +287,42 @@ def _is_leftover(path: Path) -> bool:
         return False
 
 
-def clean_links(root: Path) -> list[Path]:
+def check_keep_last(keep_last: Any) -> None:
+    """SnapshotError unless it is None or a number of snapshots."""
+    if keep_last is None:
+        return
+    if isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1:
+        raise SnapshotError(f"keep_last is {keep_last!r}, wanted a whole number of at least 1")
+
+
+def check_outside(engine: Engine, path: Path) -> None:
+    """SnapshotError for a path inside of the state itself, which goes with the process."""
+    for directory in engine.store.directories:
+        if directory.parent.resolve() in (path.resolve(), *path.resolve().parents):
+            raise SnapshotError(
+                f"{path} is inside of the optimizer's state {directory}: choose another path "
+                "for the snapshot"
+            )
+
+
+def mark_complete(root: Path, part: Path) -> None:
+    """Note beside the links of a rank's part that its snapshot is complete.
+
+    It may be moved from now on, and the links are then still in use though nobody names them here.
+
+    Args:
+        root: a directory of optimizer state.
+        part: the rank's directory in the snapshot.
+    """
+    links = Path(root) / LINKS_DIRECTORY
+    for entry in _entries(links) if links.is_dir() else ():
+        token = Path(entry.path)
+        note = _note(token) if _TOKEN.fullmatch(entry.name) else {}
+        if note and Path(str(note.get("part"))).parent == part:
+            write_durably(token / NOTE_NAME, json.dumps({**note, "complete": True}).encode())
+
+
+def clean_links(root: Path, *, of_complete: bool = True) -> list[Path]:
     """Remove links outside of snapshots that no snapshot names any more.
 
     Links are kept where it cannot be known: the directory that the snapshot was in is not there
@@ -294,6 +331,8 @@ def clean_links(root: Path) -> list[Path]:
 
     Args:
         root: a directory of optimizer state.
+        of_complete: also those of a snapshot that was complete and is not where it was. It may
+            have been removed by other means, or moved: then it would lose them.
 
     Returns:
         What was removed.
@@ -311,6 +350,8 @@ def clean_links(root: Path) -> list[Path]:
             if set(os.listdir(token)) <= {NOTE_NAME + PARTIAL}:  # killed before it was written
                 _remove_token(token)
                 removed.append(token)
+            continue
+        if note.get("complete") and not of_complete:
             continue
         if not _may_be_in_use(token, note):
             _remove_token(token)

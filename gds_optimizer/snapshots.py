@@ -28,9 +28,12 @@ from gds_optimizer.snapshot import (
 from gds_optimizer.snapshot_copy import SnapshotCopy, being_copied
 from gds_optimizer.snapshot_files import (
     being_made,
+    check_keep_last,
+    check_outside,
     clean_incomplete,
     clean_links,
     foreign_in_rank,
+    mark_complete,
     rank_numbers,
     refuse_foreign,
     remove_declaration,
@@ -96,6 +99,7 @@ def take_snapshot(
         placement.together(what, finish)
         undo.pop_all()
         made.close()
+    _mark_complete(engines, path, placement)
     for each in old:
         try:
             remove_snapshot(each, engines, placement=placement)
@@ -114,17 +118,11 @@ def _begin(
     Returns:
         An identity for it, and which snapshots this process is copying.
     """
-    if keep_last is not None and keep_last < 1:
-        raise SnapshotError(f"keep_last is {keep_last}, wanted at least 1")
+    check_keep_last(keep_last)
     if (path / COMPLETE_NAME).exists():
         raise SnapshotError(f"there is a snapshot in {path} already: choose another path")
     for engine in engines.values():
-        for directory in engine.store.directories:
-            if directory.parent.resolve() in (path.resolve(), *path.resolve().parents):
-                raise SnapshotError(
-                    f"{path} is inside of the optimizer's state {directory}: choose another path "
-                    "for the snapshot"
-                )
+        check_outside(engine, path)
     refuse_foreign(path, placement.rank)
     return uuid.uuid4().hex, [str(each) for each in being_copied()]
 
@@ -150,7 +148,8 @@ def _take_parts(
     for name, engine in engines.items():
         buckets = range(len(engine.layout.buckets))
         fresh = [index for index in buckets if not engine.store.is_frozen(index)]
-        seal = take_part(engine, path, name, placement, identity)
+        with engine.exclusive(f"taking the snapshot {path}"):
+            seal = take_part(engine, path, name, placement, identity)
         undo.callback(engine.store.unfreeze, fresh)
         seals[part_key(placement.rank, name)] = seal
     for name, engine in engines.items():
@@ -182,11 +181,19 @@ def _clean(engines: Mapping[str, Engine], path: Path, placement: Placement) -> N
             removed += clean_incomplete(path.parent)
         roots = {each.parent.parent for e in engines.values() for each in e.store.directories}
         for root in roots:
-            removed += clean_links(root)
+            removed += clean_links(root, of_complete=False)
     except Exception as error:  # noqa: BLE001 - ranks that share a drive may meet
         logger.warning("not all leftovers could be removed: %s", error)
     for each in removed:
         logger.info("removed %s, which was never completed", each)
+
+
+def _mark_complete(engines: Mapping[str, Engine], path: Path, placement: Placement) -> None:
+    for root in {each.parent.parent for e in engines.values() for each in e.store.directories}:
+        try:
+            mark_complete(root, rank_directory(path, placement.rank))
+        except OSError as error:  # it is complete all the same, as long as it stays where it is
+            logger.warning("the links in %s could not be marked as complete: %s", root, error)
 
 
 def _reserve_rest(engines: Mapping[str, Engine], path: Path) -> None:

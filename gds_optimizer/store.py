@@ -354,6 +354,10 @@ class Store:
         incoming.unlink(missing_ok=True)
         if not os.access(source, os.R_OK | os.W_OK):
             return False
+        state = os.stat(source)
+        if (state.st_dev, state.st_ino) == self._identities[index]:
+            self._frozen.add(index)  # it is the present one already
+            return True
         try:
             os.link(source, incoming)
         except OSError as error:

@@ -108,6 +108,15 @@ def test_training_goes_on_during_a_copy(tmp_path, optimizer, snapshot, gate):
     compare(taken, everything(optimizer))
 
 
+@pytest.mark.parametrize("below", ["", "opt0", "opt0/copy"])
+def test_a_copy_into_the_state_itself_is_refused(tmp_path, optimizer, snapshot, below):
+    target = optimizer.paths[0].parent.parent / below
+    before = leftovers(target.parent)
+    with pytest.raises(SnapshotError, match="inside of the optimizer's state"):
+        SnapshotCopy(snapshot, target, engines={"opt0": optimizer.engine})
+    assert leftovers(target.parent) == before
+
+
 def test_a_copy_can_be_copied_and_moved(tmp_path, optimizer, snapshot):
     SnapshotCopy(snapshot, tmp_path / "one").wait()
     remove_snapshot(snapshot)
@@ -256,7 +265,7 @@ def test_copies_that_are_kept(tmp_path, optimizer, snapshot, keep_last):
     for name in kept:
         assert verify(copies / name) == []
     assert verify(snapshot) == []
-    with pytest.raises(SnapshotError, match="keep_last is 0, wanted at least 1"):
+    with pytest.raises(SnapshotError, match="keep_last is 0, wanted a whole number"):
         SnapshotCopy(snapshot, copies / "5", keep_last=0)
 
 

@@ -142,7 +142,7 @@ def test_leftovers_that_cannot_be_removed(tmp_path, optimizer, monkeypatch, capl
 
 @pytest.mark.parametrize("keep_last", [0, -1])
 def test_keep_last_is_checked(tmp_path, optimizer, keep_last):
-    with pytest.raises(SnapshotError, match=f"keep_last is {keep_last}, wanted at least 1"):
+    with pytest.raises(SnapshotError, match=f"keep_last is {keep_last}, wanted a whole number"):
         take(optimizer, tmp_path / "snapshot", keep_last=keep_last)
     assert not (tmp_path / "snapshot").exists()
 
@@ -615,6 +615,44 @@ def test_links_whose_snapshot_is_gone(tmp_path, disk, spread):
     assert (links / ("1" * 32) / "mine").exists()
     assert clean_links(tmp_path / "state") == []
     assert clean_links(tmp_path) == []
+
+
+def test_a_snapshot_that_was_moved_keeps_its_links(tmp_path, disk, spread):
+    """Moving it out of the way of `keep_last` is how one keeps it."""
+    optimizer = spread
+    train(optimizer, 0, 1)
+    first = take(optimizer, tmp_path / "snapshots" / "0")
+    (tmp_path / "kept").mkdir()
+    first.rename(tmp_path / "kept" / "0")
+    for number in (1, 2):
+        all_step(optimizer, number)
+        take_snapshot({"opt0": optimizer.engine}, tmp_path / "snapshots" / str(number), keep_last=1)
+    assert verify(tmp_path / "kept" / "0") == verify(tmp_path / "snapshots" / "2") == []
+    # When it is removed where it is now, its links wait for whoever knows that nothing is elsewhere.
+    remove_snapshot(tmp_path / "kept" / "0", {"opt0": optimizer.engine})
+    assert len(list((disk / "state" / LINKS_DIRECTORY).iterdir())) == 2
+    assert len(clean_links(disk / "state")) == 1
+    assert verify(tmp_path / "snapshots" / "2") == []
+
+
+def test_restoring_what_is_there_already_leaves_nothing(tmp_path, optimizer):
+    train(optimizer, 0, 2)
+    path = take(optimizer, tmp_path / "snapshot")
+    wanted = everything(optimizer)
+    restore_snapshot({"opt0": optimizer.engine}, path)
+    assert not [name for name in leftovers(tmp_path) if "incoming" in name]
+    compare(wanted, everything(optimizer))
+    all_step(optimizer, 2)
+    assert verify(path) == []
+    restore_snapshot({"opt0": optimizer.engine}, path)
+    compare(wanted, everything(optimizer))
+
+
+@pytest.mark.parametrize("keep_last", [0, "2", 1.5, True])
+def test_what_cannot_be_kept_is_refused(tmp_path, optimizer, keep_last):
+    with pytest.raises(SnapshotError, match=r"keep_last is .*, wanted a whole number"):
+        take_snapshot({"opt0": optimizer.engine}, tmp_path / "snapshot", keep_last=keep_last)
+    assert not (tmp_path / "snapshot").exists()
 
 
 @pytest.mark.parametrize(("field", "value"), [("host", "elsewhere"), ("pid", 1)])
