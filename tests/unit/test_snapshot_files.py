@@ -628,7 +628,7 @@ def test_a_snapshot_that_was_moved_keeps_its_links(tmp_path, disk, spread):
         all_step(optimizer, number)
         take_snapshot({"opt0": optimizer.engine}, tmp_path / "snapshots" / str(number), keep_last=1)
     assert verify(tmp_path / "kept" / "0") == verify(tmp_path / "snapshots" / "2") == []
-    # When it is removed where it is now, its links wait for whoever knows that nothing is elsewhere.
+    # Removed where it is now, its links wait for whoever knows that nothing is elsewhere.
     remove_snapshot(tmp_path / "kept" / "0", {"opt0": optimizer.engine})
     assert len(list((disk / "state" / LINKS_DIRECTORY).iterdir())) == 2
     assert len(clean_links(disk / "state")) == 1
