@@ -48,7 +48,8 @@ class Engine:
 
     Args:
         plan: from `plan_engine`.
-        pool: slots at least `plan.layout.max_file_bytes` large; may be shared with other engines.
+        pool: slots at least `plan.layout.max_file_bytes` large, and a scratch of at least
+            `max_scratch_bytes`; may be shared with other engines.
         store: bucket files for `plan.layout`.
         timeout_s: limit for a single transfer.
 
@@ -70,7 +71,7 @@ class Engine:
         self._failure: StepFailedError | None = None
         self._forward = True
         self._materialized = 0  # blocks of `materialized` that are open
-        self._buckets = BucketState(plan, store)
+        self._buckets = BucketState(plan, store, pool)
         # An optimizer counts steps of an empty parameter too; it just has nothing to stream.
         self._streamed = {piece.binding for pieces in self._buckets.pieces for piece in pieces}
         self._scalars = Scalars(plan, self._streamed)
@@ -237,6 +238,7 @@ class Engine:
         record.step = self.steps
         if record.is_blank:
             return ()
+        buckets.encode_initial(index, slot, planes)
         buckets.seal(index, slot, record)
         self.pool.synchronize_compute()
         return buckets.written_ranges(index)
@@ -354,11 +356,20 @@ class Engine:
     # ------------------------------------------------------------------ reading
 
     def read_planes(
-        self, visit: Callable[[int, dict[str, torch.Tensor]], None], buckets: Iterable[int]
+        self,
+        visit: Callable[[int, dict[str, torch.Tensor]], None],
+        buckets: Iterable[int],
+        *,
+        main_only: bool = False,
     ) -> None:
         """Call `visit(bucket index, planes)` with the current values of each bucket.
 
         Planes that were never written are zero. The tensors are good during the call only.
+
+        Args:
+            visit: what to call.
+            buckets: indices.
+            main_only: give it the main plane (where there is one) and nothing else.
         """
         self.check_usable()
         self.take_files_back()
@@ -368,8 +379,7 @@ class Engine:
         def read(index: int, slot: Slot, from_disk: bool) -> Ranges:
             if from_disk:
                 state.expect(index, slot, state.needed(index))()
-            planes = state.current_planes(index, slot)
-            visit(index, planes)
+            visit(index, state.current_planes(index, slot, main_only=main_only))
             self.pool.synchronize_compute()
             return ()
 
@@ -525,9 +535,8 @@ class Engine:
                 self._buckets.copy_main_to_model(index, planes[MAIN_PLANE])
 
         self.pipeline.forget()
-        self.read_planes(
-            copy, [i for i, record in enumerate(self._buckets.records) if not record.is_blank]
-        )
+        not_blank = [i for i, record in enumerate(self._buckets.records) if not record.is_blank]
+        self.read_planes(copy, not_blank, main_only=True)
 
     @contextmanager
     def materialized(self, mains: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -573,7 +582,7 @@ class Engine:
                     self._buckets.model_is_behind.add(index)
             return changed
 
-        self.read_planes(collect, buckets)
+        self.read_planes(collect, buckets, main_only=True)
         for index, main in chosen.items():
             restore_(main, values[index])
         self._materialized += 1

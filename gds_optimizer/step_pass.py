@@ -93,6 +93,7 @@ class StepPass:
                 self._new_scalars.setdefault(piece.binding, kept)
         if MAIN_PLANE in planes:
             buckets.copy_main_to_model(index, planes[MAIN_PLANE])
+        buckets.encode(index, slot, planes, active, step=self.step)
 
         written = BucketRecord(self.step, [True] * len(bucket.planes))
         buckets.seal(index, slot, written)

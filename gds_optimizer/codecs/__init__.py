@@ -56,6 +56,15 @@ def get_codec(name: str) -> Codec:
     return _BY_NAME[name] if name in _BY_NAME else _ENCODED_BY_NAME[name]
 
 
+def nearest_codec(name: str) -> Codec:
+    """The codec that stores the same form as the one called `name` and rounds to nearest.
+
+    For values that no step has computed (loaded, restored, taken over): nothing accumulates, so
+    nothing is gained by chance, and what was decoded before comes out as it was.
+    """
+    return get_codec(name.removesuffix("-sr"))
+
+
 def raw_codec_name(dtype: torch.dtype) -> str:
     """Name of the lossless codec of `dtype`; KeyError where there is none (complex, fp8)."""
     for codec in _RAW:
@@ -74,6 +83,7 @@ __all__ = [
     "encodes_exactly",
     "fused_kernels",
     "get_codec",
+    "nearest_codec",
     "raw_codec_name",
     "rounding_seed",
     "upper_half_checksum",

@@ -25,7 +25,7 @@ from gds_optimizer.layout import (
     SpaceSpec,
     align_up,
     bucket_numel_for,
-    file_bytes_per_element,
+    decoded_bytes_per_element,
     plan_layout,
 )
 
@@ -375,11 +375,17 @@ def test_bucket_length_without_any_state_is_the_smallest():
 
 @pytest.mark.parametrize(
     ("codecs", "expected"),
-    [(("fp32",) * 3, 12), (("fp32", "bf16", "bf16"), 8), (("int8",), 1), (("fp64", "int16"), 10)],
+    [
+        (("fp32",) * 3, 12),
+        (("fp32", "bf16", "bf16"), 8),
+        (("int8",), 1),
+        (("fp64", "int16"), 10),
+        (("fp32", "fp32:bf16", "fp32:int8-unsigned-sr"), 12),
+    ],
 )
 def test_bytes_per_element(codecs, expected):
     planes = [PlaneSpec(name=str(i), codec=codec) for i, codec in enumerate(codecs)]
-    assert file_bytes_per_element(planes) == expected
+    assert decoded_bytes_per_element(planes) == expected
 
 
 # --- refusals -------------------------------------------------------------------------------
