@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from gds_optimizer.checkpoint import load_state_dict, state_dict
 from gds_optimizer.codecs import get_codec
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.layout import align_up
+from gds_optimizer.mapped_state import map_state
 from tests.support.engines import SIZES, adamw, grads_of, pair, same_bits, streamed
 
 BF16 = {"moment_dtype": "bf16", "moment_rounding": "nearest"}
@@ -50,3 +52,40 @@ def test_a_step_is_the_resident_one_with_rounded_moments(tmp_path, moments, make
         for step in range(6):
             both.step(step, FROZEN.get(step, ()))
         both.check()
+
+
+# ---------------------------------------------------------------------- handed out
+
+
+@pytest.mark.parametrize("moments", LOSSY, **IDS)
+def test_what_is_handed_out_is_decoded(tmp_path, moments):
+    with pair(tmp_path, adamw, moments=moments) as both:
+        for step in range(3):
+            both.step(step)
+            mapped = map_state(both.engine)
+            for index, size in enumerate(SIZES):
+                if size:
+                    wanted = both.resident.state(index)
+                    for key, value in mapped.tensors(index).items():
+                        assert same_bits(value, wanted[key]), f"{key} of p{index}"
+        del mapped
+        both.step(3)
+        both.check()
+
+
+@pytest.mark.parametrize("moments", LOSSY, **IDS)
+def test_a_state_dict_is_taken_up_to_the_bit(tmp_path, moments):
+    """Also with other bucket sizes: blocks are counted from each shard's start."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with streamed(tmp_path / "a", moments=moments) as source:
+        for step in range(3):
+            source.step(grads_of(SIZES, step))
+        torch.save(state_dict(source.engine), tmp_path / "state.pt")
+        state = source.engine.read_state()
+        with streamed(tmp_path / "b", moments=moments, bucket_size=5 * BUCKET_BYTES) as target:
+            saved = torch.load(tmp_path / "state.pt", mmap=True, weights_only=True)
+            load_state_dict(target.engine, saved)
+            for name, planes in target.engine.read_state().items():
+                for key, value in planes.items():
+                    assert same_bits(value, state[name][key]), f"{key} of {name}"
