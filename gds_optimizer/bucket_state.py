@@ -200,9 +200,7 @@ class BucketState:
             if written and not codec.is_view:
                 _encode_whole(codec, planes[plane.name], _encoded(slot, plane))
 
-    def _block_ranges(
-        self, bucket: Bucket, pieces: Sequence[BoundPiece]
-    ) -> list[tuple[int, int]]:
+    def _block_ranges(self, bucket: Bucket, pieces: Sequence[BoundPiece]) -> list[tuple[int, int]]:
         """Elements of whole codec blocks that pieces lie in, neighbours merged."""
         alignment = shard_alignment(self.layout.spaces[bucket.space].planes)
         merged: list[tuple[int, int]] = []
@@ -268,9 +266,7 @@ def _encoded(slot: Slot, plane: Plane) -> torch.Tensor:
     return slot.buffer[plane.offset : plane.offset + plane.nbytes]
 
 
-def _encode_whole(
-    codec: Codec, values: torch.Tensor, encoded: torch.Tensor, seed: int = 0
-) -> None:
+def _encode_whole(codec: Codec, values: torch.Tensor, encoded: torch.Tensor, seed: int = 0) -> None:
     """Encode a plane that the slot does not hold yet; its padding must not be left as it is."""
     codec.encode_from(values, encoded, seed=seed)
     encoded[codec.encoded_bytes(values.numel()) :].zero_()

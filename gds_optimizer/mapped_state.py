@@ -4,9 +4,9 @@ Between two steps the state is on disk and nothing else uses the files, so it ca
 mappings: saving and loading then hold no copy of it. The first step (or any other pass) after that
 takes the files back.
 
-State that is encoded in the files is decoded into files without names, which are handed out instead
-and encoded again by `commit`. They cost room on the drives for as long as somebody uses them, and no
-more memory than a part of a bucket.
+State that is encoded in the files is decoded into files without names, which are handed out
+instead and encoded again by `commit`. They take room on the drives for as long as somebody uses
+them, and no more memory than a part of a bucket.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ class MappedState:
             one that somebody shortened would kill the process.
     """
 
-    def __init__(
-        self, engine: Engine, *, writable: bool, scratch: Scratch | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, *, writable: bool, scratch: Scratch | None = None) -> None:
         self.engine = engine
         self.writable = writable
         layout = engine.layout
