@@ -75,6 +75,8 @@ class Engine:
         # An optimizer counts steps of an empty parameter too; it just has nothing to stream.
         self._streamed = {piece.binding for pieces in self._buckets.pieces for piece in pieces}
         self._scalars = Scalars(plan, self._streamed)
+        # Steps behind the state, for the seeds of rounding; None until the next step counts them.
+        self._rounded_steps: int | None = None
         self._index_of = {id(b.main): i for i, b in enumerate(plan.bindings)}
         for binding in plan.bindings:
             if isinstance(binding.main, EvictedTensor):
@@ -89,6 +91,7 @@ class Engine:
         To be called after others have replaced that state (`load_state_dict` does).
         """
         self._scalars.adopt()
+        self._rounded_steps = None
 
     # ------------------------------------------------------------------ use and failure
 
@@ -189,7 +192,19 @@ class Engine:
                 "an optimizer step inside `materialized` would be undone when the block writes its "
                 "values back: step outside of it"
             )
-        step_pass = StepPass(self._buckets, self._scalars, self._stepper, self.pool, self.steps + 1)
+        if self._rounded_steps is None:
+            # A resumed run must repeat the seeds, and our own count starts anew where a framework
+            # resumes from a checkpoint of its own.
+            counted = self._scalars.steps_behind()
+            self._rounded_steps = self.steps if counted is None else counted
+        step_pass = StepPass(
+            self._buckets,
+            self._scalars,
+            self._stepper,
+            self.pool,
+            self.steps + 1,
+            rounding_step=self._rounded_steps + 1,
+        )
         with self._pass(f"optimizer step {self.steps + 1}") as clock:
             self._stepper.begin()
             self.pipeline.run(
@@ -200,6 +215,7 @@ class Engine:
             )
             step_pass.finish()
         self.steps += 1
+        self._rounded_steps += 1
 
     # ------------------------------------------------------------------ writing without a step
 
@@ -351,6 +367,7 @@ class Engine:
             ]
         )
         self._scalars.start()
+        self._rounded_steps = None
         self.handed_out = None
 
     # ------------------------------------------------------------------ reading
@@ -522,6 +539,7 @@ class Engine:
         self._buckets.model_is_behind.clear()
         self._buckets.adopt(records)
         self._scalars.restore(shards)
+        self._rounded_steps = None
 
     def update_model(self) -> None:
         """Copy every main into the model's parameter, checking every bucket on the way.

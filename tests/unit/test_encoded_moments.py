@@ -24,6 +24,7 @@ from gds_optimizer.errors import (
 )
 from gds_optimizer.layout import Layout, align_up
 from gds_optimizer.mapped_state import freeze_mapped, map_state
+from gds_optimizer.megatron.fused_adam import FusedAdamStandIn
 from gds_optimizer.snapshots import restore_snapshot, take_snapshot
 from tests.support.engines import (
     SIZES,
@@ -47,6 +48,7 @@ INT8_SR = {"moment_dtype": "int8", "moment_rounding": "stochastic"}
 LOSSY = [BF16, BF16_SR, INT8, INT8_SR]
 
 momentum = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+counting_in_groups = partial(FusedAdamStandIn, lr=1e-2)
 OPTIMIZERS = {
     "foreach": partial(adamw, foreach=True),
     "fused": partial(adamw, fused=True),
@@ -398,16 +400,18 @@ def restore(optimizer: StreamedOptimizer, path: Path) -> int:
     return restore_snapshot({"opt0": optimizer.engine}, path)
 
 
-@lossy
-def test_a_snapshot_is_linked_back(tmp_path, moments):
+@pytest.mark.parametrize("make", [adamw, counting_in_groups, momentum])
+@pytest.mark.parametrize("moments", [BF16, BF16_SR, INT8_SR], ids=name_of)
+def test_a_snapshot_is_linked_back(tmp_path, make, moments):
+    """And the run goes on as the one that was not interrupted, whoever counts its steps."""
     a, b = directories(tmp_path, "a", "b")
-    with built(a, moments=moments) as whole:
+    with built(a, make, moments=moments) as whole:
         train(whole, 0, 3)
         path = take(whole, tmp_path / "snapshot")
         taken = everything(whole)
         train(whole, 3, 7)
-        with built(b, moments=moments) as resumed:
-            train(resumed, 0, 1)
+        with built(b, make, moments=moments) as resumed:
+            train(resumed, 0, 5)
             assert restore(resumed, path) == 3
             compare(taken, everything(resumed))
             frozen = [each.stat().st_ino for each in sorted(path.rglob("bucket*.bin"))]
