@@ -37,7 +37,7 @@ Grads = Sequence[torch.Tensor | None]
 
 def same_bits(first: Any, second: Any) -> bool:
     """Whether two tensors or numbers are equal to the bit: -0.0 is not 0.0, and NaN is itself."""
-    a, b = torch.as_tensor(first).detach(), torch.as_tensor(second).detach()
+    a, b = torch.as_tensor(first).detach().cpu(), torch.as_tensor(second).detach().cpu()
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(
         a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
     )
@@ -212,8 +212,8 @@ class ResidentOptimizer:
 def round_moments(engine: Engine, resident: ResidentOptimizer, stepped: Container[int]) -> None:
     """Round the moments that a resident step has left as a streamed run stores them.
 
-    Each bucket's planes are put together, encoded and decoded as a whole; pieces that were not
-    stepped stay as they are.
+    Each bucket's planes are put together, encoded and decoded as a whole, on the CPU; pieces that
+    were not stepped stay as they are.
     """
     layout = engine.layout
     for bucket in layout.buckets:
@@ -228,7 +228,7 @@ def round_moments(engine: Engine, resident: ResidentOptimizer, stepped: Containe
                 values = resident.state(members[piece.shard]).get(plane.name)
                 if values is not None:
                     part = values[piece.shard_offset : piece.shard_offset + piece.numel]
-                    whole[piece.bucket_offset : piece.bucket_offset + piece.numel] = part
+                    whole[piece.bucket_offset : piece.bucket_offset + piece.numel].copy_(part)
                     pieces.append((members[piece.shard], piece, part))
             encoded = torch.full((plane.nbytes,), 0xA5, dtype=torch.uint8)
             seed = rounding_seed(engine.steps, bucket.index, number)
@@ -255,13 +255,15 @@ class Pair:
         groups: Mapping[int, Mapping[str, Any]] | None = None,
         native: Sequence[int] = (),
         dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
         **options: Any,
     ) -> None:
         self.sizes = list(sizes)
         self.native = set(native)
+        self.device = device
 
         def models() -> list[torch.Tensor]:
-            values = first_values(sizes, dtype=dtype)
+            values = [v.to(device) for v in first_values(sizes, dtype=dtype)]
             return [v.float() if i in self.native else v for i, v in enumerate(values)]
 
         self.resident = ResidentOptimizer(make, models(), groups=groups, native=native)
@@ -279,6 +281,7 @@ class Pair:
 
     def step(self, step: int, without: Sequence[int] = ()) -> None:
         grads = grads_of(self.sizes, step, without)
+        grads = [None if grad is None else grad.to(self.device) for grad in grads]
         self.resident.step(grads)
         self.streamed.step(grads)
         if self.engine.layout.max_scratch_bytes:

@@ -213,6 +213,32 @@ def test_a_step_is_the_resident_one_with_rounded_moments(tmp_path, make, slots, 
         both.check()
 
 
+def test_what_is_not_stepped_keeps_its_bytes(tmp_path):
+    """Also where rounding a second time would round anew: 8-bit subnormals."""
+    sizes = (1000, 1000)
+    with streamed(tmp_path, sizes=sizes, moments=INT8_SR, bucket_size=4 * BUCKET_BYTES) as made:
+        made.step(grads_of(sizes, 0))
+        saved = state_dict(made.engine)
+        planes = saved["shards"]["p0"]["planes"]
+        generator = torch.Generator().manual_seed(5)
+        tiny = torch.randint(1, 2**27, (1000,), dtype=torch.int32, generator=generator)
+        planes["exp_avg_sq"] = (tiny % (1 << tiny % 28)).view(torch.float32)
+        saved["shards"]["p1"]["planes"] = {
+            key: value.clone() for key, value in saved["shards"]["p1"]["planes"].items()
+        }
+        planes |= {key: planes[key].clone() for key in ("main", "exp_avg")}
+        load_state_dict(made.engine, saved)
+        wanted = made.engine.read_state()["p0"]
+        for step in range(1, 4):
+            made.step([None, grads_of(sizes, step)[1]])
+            found = made.engine.read_state()["p0"]
+            assert all(same_bits(value, found[key]) for key, value in wanted.items())
+        again = get_codec("fp32:int8-unsigned-sr")
+        encoded = torch.zeros(again.encoded_bytes(1000), dtype=torch.uint8)
+        again.encode_from(wanted["exp_avg_sq"], encoded, seed=3)
+        assert not same_bits(again.decode(encoded, 1000), wanted["exp_avg_sq"])
+
+
 @pytest.mark.parametrize("moments", [BF16_SR, INT8_SR], ids=name_of)
 def test_mains_that_stay_in_the_model(tmp_path, moments):
     with pair(tmp_path, adamw, moments=moments, native=(1, 3, 4), initialize="lazy") as both:
