@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.megatron
 
 STEPS, SAVED = 7, 4
 CONFIG = {"layers": 1, "hidden": 48, "schedule": "changing", "swiglu": True, "mixed_dtype": True}
+# One counts its steps for each parameter, the other in its groups.
+INNER = {"fp32": "adamw", "bf16": "adamw", "int8": "fused"}
 MOMENTS = ("bf16", "int8")
 FORMATS = (BUCKET_SHAPED, MODEL_SHAPED)
 
@@ -34,12 +37,13 @@ def checkpoint(moments: str, kind: str) -> Checkpoint:
     return Checkpoint(name=f"encoded-{moments}-{kind}", format=kind)
 
 
-def add(name: str, moments: str, *actions: object, first_step: int = 0) -> None:
+def add(name: str, moments: str, *actions: object, **options: Any) -> None:
+    options = {**CONFIG, "steps": STEPS, "inner_optimizer": INNER[moments], **options}
     PLAN.add(
         f"encoded/{name}",
         1,
         Run(
-            config=TinyGptConfig(**CONFIG, steps=STEPS, first_step=first_step),
+            config=TinyGptConfig(**options),
             streaming=Streaming(bucket_size=3 * SMALL_BUCKET_BYTES),
             stream_options={"moment_dtype": moments},
             actions={SAVED: actions} if actions else {},
@@ -47,8 +51,8 @@ def add(name: str, moments: str, *actions: object, first_step: int = 0) -> None:
     )
 
 
-add("fp32", "fp32")
 for moments in MOMENTS:
+    add(f"{moments}/fp32", "fp32", inner_optimizer=INNER[moments])
     add(f"{moments}/not-saved", moments)
     add(moments, moments, *(Save(checkpoint(moments, kind)) for kind in FORMATS), Look())
     for kind in FORMATS:
@@ -79,7 +83,7 @@ def test_saving_changes_nothing(results, moments):
 
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_it_trains_to_other_numbers(results, moments):
-    (plain,), (encoded,) = results("encoded/fp32"), results(f"encoded/{moments}")
+    (plain,), (encoded,) = results(f"encoded/{moments}/fp32"), results(f"encoded/{moments}")
     losses, wanted = ([step.loss for step in r.record.steps] for r in (encoded, plain))
     assert losses[0] == wanted[0]
     assert losses != wanted
