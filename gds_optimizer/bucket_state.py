@@ -171,6 +171,8 @@ class BucketState:
             step: number of the step, for the seed of stochastic rounding.
         """
         bucket, record = self.layout.buckets[index], self.records[index]
+        if not bucket.scratch_bytes:
+            return
         ranges = self._block_ranges(bucket, changed)
         for number, plane in enumerate(bucket.planes):
             codec = get_codec(plane.codec)

@@ -118,7 +118,8 @@ class MappedState:
                 codec.decode_into(encoded, values, numel=bucket.numel, start=start)
                 target.write(bucket.start + start, values)
             del encoded
-            drop_pages(path, plane)
+        if part is not None:
+            drop_pages(path)
 
     def _encode_plane(self, index: int, number: int) -> int:
         """Put what was written into a bucket's decoded values into its file; its checksum."""

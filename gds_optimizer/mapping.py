@@ -281,16 +281,20 @@ def plane_bytes(path: Path, plane: Plane, *, writable: bool = False) -> torch.Te
     try:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
         memory = mmap.mmap(fd, plane.nbytes, access=access, offset=plane.offset)
+        memory.madvise(mmap.MADV_SEQUENTIAL)
     finally:
         os.close(fd)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def drop_pages(path: Path, plane: Plane) -> None:
-    """Take the clean, unmapped pages of one plane of a bucket file out of the page cache."""
+def drop_pages(path: Path) -> None:
+    """Take a file's clean pages that nobody maps out of the page cache.
+
+    Looking at a mapped plane has brought in its neighbours', too.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.posix_fadvise(fd, plane.offset, plane.nbytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
 

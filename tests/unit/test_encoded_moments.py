@@ -362,6 +362,9 @@ def test_what_is_handed_out_is_decoded(tmp_path, moments):
                 wanted = both.resident.state(int(name[1:]))
                 assert all(same_bits(value, wanted[key]) for key, value in found.items())
         assert unnamed_files() == files + 2
+        both.engine.take_files_back()
+        map_state(both.engine, verify=False)
+        assert not any(resident_pages(path) for path in both.streamed.paths)
         both.step(3)
         assert unnamed_files() == files  # their space is free again
         assert not any(resident_pages(path) for path in both.streamed.paths)
