@@ -18,7 +18,7 @@ from gds_optimizer.engine import Engine
 from gds_optimizer.errors import SnapshotError
 from gds_optimizer.mapped_state import map_state
 from gds_optimizer.plan import MAIN_PLANE
-from gds_optimizer.stepper import copy_value
+from gds_optimizer.stepper import copy_value, set_option
 
 FORMAT = "gds-optimizer state"
 VERSION = 1
@@ -110,11 +110,7 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
                 engine.set_resident(binding.name, key, tensor)
     for group, saved in zip(engine.plan.optimizer.param_groups, state["groups"], strict=True):
         for key, value in saved["options"].items():
-            old = group.get(key)
-            if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
-                old.copy_(value)  # schedulers and graphs may hold the tensor itself
-            else:
-                group[key] = copy_value(value)
+            set_option(group, key, copy_value(value))
     engine.update_model()
 
 

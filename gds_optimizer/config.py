@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ INIT_CHOICES = ("auto", "eager", "lazy")
 SELF_CHECK_CHOICES = ("auto", "always", "never")
 MOMENT_DTYPE_CHOICES = ("fp32", "bf16", "int8")
 MOMENT_ROUNDING_CHOICES = ("nearest", "stochastic")
+_MAX_TIMEOUT_S = 86_400
 
 
 def parse_size(text: str | int) -> int:
@@ -49,6 +51,8 @@ def parse_size(text: str | int) -> int:
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"wanted a size such as 192MiB, 400GiB or 4096, got {text!r}")
     exact = float(match[1]) * _UNITS[match[2].lower()]
+    if not exact < 2**63:
+        raise ConfigError(f"wanted a size below 2**63 bytes, got {text[:40]!r}")
     if exact != int(exact):
         raise ConfigError(f"wanted a whole number of bytes, got {text!r}")
     return int(exact)
@@ -69,10 +73,11 @@ class StreamConfig:
         slots: buckets that may be in memory at once; at least 1, and 3 to overlap reading,
             computing and writing.
         init: when the first main parameters are written: `eager` at construction, `lazy` in the
-            first step, `auto` lazily when the framework is about to load weights.
+            first step, `auto` eagerly, except that `from_args` makes it lazy where the framework's
+            arguments name weights to load.
         io_threads: I/O requests in flight.
         io_task_size: bytes of one request, a multiple of 4096.
-        io_timeout_s: a transfer that takes longer is reported with its file's name.
+        io_timeout_s: a transfer that takes longer fails the step; the error names its file.
         allow_tmpfs: accept a directory in memory (tmpfs, ramfs), which offloads nothing.
         async_save: the framework writes checkpoints while training goes on. What it is given then
             stays as it is, for which the next step writes to a second set of files.
@@ -91,7 +96,7 @@ class StreamConfig:
     init: str = "auto"
     io_threads: int = 16
     io_task_size: int = 16 * 2**20
-    io_timeout_s: float = 600.0
+    io_timeout_s: float = 300.0
     allow_tmpfs: bool = False
     async_save: bool = False
     self_check: str = "auto"
@@ -114,13 +119,31 @@ class StreamConfig:
                 object.__setattr__(self, name, parse_size(getattr(self, name)))
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
+        if any(str(d) == "" for d in directories):
+            raise ConfigError("directories names nothing (''): name a directory on an NVMe drive")
         if not paths:
             raise ConfigError("directories is empty: name at least one directory on an NVMe drive")
         if len(set(paths)) != len(paths):
             raise ConfigError(f"directories names one twice: {', '.join(map(str, paths))}")
+        known: dict[tuple[int, int], Path] = {}
         for path in paths:
-            if not path.is_dir():
-                raise ConfigError(f"directories: {path} is not an existing directory: create it")
+            try:
+                state = path.stat()
+            except OSError as error:
+                raise ConfigError(
+                    f"directories: {path} is not an existing directory ({error.strerror}): "
+                    "create it"
+                ) from None
+            if not stat.S_ISDIR(state.st_mode):
+                raise ConfigError(
+                    f"directories: {path} is not an existing directory (Not a directory): name one"
+                )
+            other = known.setdefault((state.st_dev, state.st_ino), path)
+            if other is not path:
+                raise ConfigError(
+                    f"directories: {other} and {path} are the same directory: name one for each "
+                    "drive"
+                )
         self._check_choice("io", IO_CHOICES)
         self._check_choice("init", INIT_CHOICES)
         self._check_choice("self_check", SELF_CHECK_CHOICES)
@@ -138,10 +161,11 @@ class StreamConfig:
         if (
             isinstance(timeout_s, bool)
             or not isinstance(timeout_s, int | float)
-            or not timeout_s > 0
+            or not 0 < timeout_s <= _MAX_TIMEOUT_S
         ):
             raise ConfigError(
-                f"io_timeout_s is {timeout_s!r}, wanted a number of seconds more than 0"
+                f"io_timeout_s is {timeout_s!r}, wanted seconds, more than 0 and at most "
+                f"{_MAX_TIMEOUT_S}"
             )
         for name in ("allow_tmpfs", "async_save"):
             if not isinstance(getattr(self, name), bool):
@@ -227,7 +251,7 @@ _FLAGS = (
     _Flag("init", "When the first main parameters are written.", choices=INIT_CHOICES),
     _Flag("io_threads", "I/O requests in flight.", type=int),
     _Flag("io_task_size", "Bytes of one I/O request, e.g. 16MiB.", type=_size_argument),
-    _Flag("io_timeout_s", "Report a transfer that takes longer, in seconds.", type=float),
+    _Flag("io_timeout_s", "Fail a step whose transfer takes longer, in seconds.", type=float),
     _Flag("allow_tmpfs", "Accept a directory in memory.", is_switch=True),
     _Flag("async_save", "Checkpoints are written while training goes on.", is_switch=True),
     _Flag(

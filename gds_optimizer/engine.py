@@ -7,6 +7,7 @@ encode, and write the footer. No framework is known here; a front end binds shar
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,10 +29,12 @@ from gds_optimizer.pipeline import Pipeline, Ranges
 from gds_optimizer.plan import MAIN_PLANE, EnginePlan
 from gds_optimizer.scalars import Scalars
 from gds_optimizer.slots import Slot, SlotPool
-from gds_optimizer.step_pass import StepPass
+from gds_optimizer.step_pass import StepPass, late_parameters
 from gds_optimizer.stepper import Stepper
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock, PassStats
+
+logger = logging.getLogger(__name__)
 
 
 class HandedOutState(Protocol):
@@ -70,6 +73,7 @@ class Engine:
         self._stepper = Stepper(plan.optimizer)
         self._failure: StepFailedError | None = None
         self._forward = True
+        self._strays_reported = False
         self._materialized = 0  # blocks of `materialized` that are open
         self._buckets = BucketState(plan, store, pool)
         # An optimizer counts steps of an empty parameter too; it just has nothing to stream.
@@ -95,6 +99,38 @@ class Engine:
 
     # ------------------------------------------------------------------ use and failure
 
+    @contextmanager
+    def exclusive(self, what: str, *, is_pass: bool = False) -> Iterator[None]:
+        """Nobody else uses the state inside: no other thread, and no signal handler in a pass.
+
+        Args:
+            what: what is about to be done, for the message.
+            is_pass: whether transfers and slots are in motion inside, so that not even the same
+                thread may begin anything else.
+
+        Raises:
+            UnsupportedError: somebody else is using it.
+        """
+        with self.pool.usage.hold(is_pass=is_pass) as is_held:
+            if not is_held:
+                raise UnsupportedError(
+                    f"{what} in the middle of a step, or of another use, of the optimizer state "
+                    f"in {self.store.directories[0]}: do it between two steps, and from one thread"
+                )
+            yield
+
+    def check_not_materialized(self, what: str) -> None:
+        """Refuse what would be undone, or would miss changes, inside `materialized`.
+
+        Raises:
+            UnsupportedError
+        """
+        if self._materialized:
+            raise UnsupportedError(
+                f"{what} inside `materialized` would be undone, or would miss what was changed, "
+                "when the block writes its values back: do it outside of it"
+            )
+
     def check_usable(self) -> None:
         """Refuse use when closed, forked or failed.
 
@@ -103,7 +139,8 @@ class Engine:
         """
         self.store.check_owner()
         if self._failure is not None:
-            raise self._failure
+            # A new object, or its traceback would grow, and keep frames alive, with every call.
+            raise StepFailedError(str(self._failure)) from self._failure.__cause__
 
     def _check_slots(self) -> None:
         if self.layout.buckets and not self.pool.slots:
@@ -141,15 +178,31 @@ class Engine:
     def _pass(self, what: str) -> Iterator[PassClock]:
         """A pass over buckets that writes: statistics, the compute stream, failure."""
         self.check_usable()
-        self.take_files_back()
-        self._check_slots()
-        clock = PassClock(str(self.pool.backend.io_path))
-        try:
-            with torch.no_grad(), self.pool.computing():
-                yield clock
-        except BaseException as error:  # noqa: BLE001 - `_fail` raises it, or what it caused
-            self._fail(what, error)
-        self.last_stats = clock.finish()
+        with self.exclusive(what, is_pass=True):
+            self.take_files_back()
+            self._check_slots()
+            clock = PassClock(str(self.pool.backend.io_path))
+            try:
+                with torch.no_grad(), self.pool.computing():
+                    yield clock
+            except BaseException as error:  # noqa: BLE001 - `_fail` raises it, or what it caused
+                self._fail(what, error)
+            self.last_stats = clock.finish()
+            self._check_ways()
+
+    def _check_ways(self) -> None:
+        """Say so once if bytes went another way than the one that was chosen and printed."""
+        backend = self.pool.backend
+        ways = {key.partition(".")[0] for key, nbytes in backend.counters().items() if nbytes}
+        strays = ways - {str(backend.io_path)}
+        if strays and not self._strays_reported:
+            self._strays_reported = True
+            logger.warning(
+                "the I/O path is %s, but KvikIO also counts bytes that went by %s: by another user "
+                "of KvikIO in this process, or because the path does not hold here",
+                backend.io_path,
+                ", ".join(sorted(strays)),
+            )
 
     def take_files_back(self) -> None:
         """End what `mapped_state` handed out; direct I/O and mapped pages must not meet.
@@ -187,11 +240,7 @@ class Engine:
         while self.before_step:
             self.before_step.pop(0)()
         self.check_usable()
-        if self._materialized:
-            raise UnsupportedError(
-                "an optimizer step inside `materialized` would be undone when the block writes its "
-                "values back: step outside of it"
-            )
+        self.check_not_materialized("an optimizer step")
         if self._rounded_steps is None:
             # A resumed run must repeat the seeds, and our own count starts anew where a framework
             # resumes from a checkpoint of its own.
@@ -343,6 +392,7 @@ class Engine:
         Raises:
             StepFailedError: writing failed, now or behind the last step.
         """
+        self.check_not_materialized("reading or saving the whole state")
         state = self._buckets
         stale = [index for index in state.with_main() if 0 not in state.needed(index)]
         if stale:
@@ -389,8 +439,6 @@ class Engine:
             main_only: give it the main plane (where there is one) and nothing else.
         """
         self.check_usable()
-        self.take_files_back()
-        self._check_slots()
         state = self._buckets
 
         def read(index: int, slot: Slot, from_disk: bool) -> Ranges:
@@ -401,18 +449,21 @@ class Engine:
             return ()
 
         clock = PassClock(str(self.pool.backend.io_path))
-        try:
-            with torch.no_grad(), self.pool.computing():
-                self.pipeline.run(
-                    self._ordered(buckets),
-                    reads=lambda index: state.ranges(index, state.needed(index)),
-                    visit=read,
-                    clock=clock,
-                )
-        except GdsOptimizerError as error:
-            if self.pipeline.unfinished_writes:
-                self._fail("writing behind the last step", error)
-            raise
+        with self.exclusive("reading the state", is_pass=True):
+            self.take_files_back()
+            self._check_slots()
+            try:
+                with torch.no_grad(), self.pool.computing():
+                    self.pipeline.run(
+                        self._ordered(buckets),
+                        reads=lambda index: state.ranges(index, state.needed(index)),
+                        visit=read,
+                        clock=clock,
+                    )
+            except GdsOptimizerError as error:
+                if self.pipeline.unfinished_writes:
+                    self._fail("writing behind the last step", error)
+                raise
 
     def read_state(self) -> dict[str, dict[str, Any]]:
         """Everything this engine keeps, in host memory: for tests and small models.
@@ -448,8 +499,15 @@ class Engine:
     # ------------------------------------------------------------------ snapshots
 
     def name_of(self, main: torch.Tensor) -> str:
-        """Name of the shard whose main a group holds."""
-        return self.plan.bindings[self._index_of[id(main)]].name
+        """Name of the shard whose main a group holds.
+
+        Raises:
+            UnsupportedError: it joined the optimizer after setup.
+        """
+        index = self._index_of.get(id(main))
+        if index is None:
+            raise late_parameters(1)
+        return self.plan.bindings[index].name
 
     def is_streamed(self, index: int) -> bool:
         """Whether a binding has elements in buckets."""
@@ -496,6 +554,16 @@ class Engine:
         else:
             self.plan.optimizer.state[binding.main][key] = values.to(binding.main.device)
 
+    def check_restorable(self) -> None:
+        """Whether its state may be replaced now, be it torn or not.
+
+        Raises:
+            ClosedError, ForkedError, UnsupportedError: it may not.
+        """
+        self.store.check_owner()
+        self._check_slots()
+        self.check_not_materialized("restoring")
+
     def abandon_state(self, why: str) -> None:
         """Give up what is kept: from now on nothing but `restore` and `close` is accepted.
 
@@ -505,13 +573,7 @@ class Engine:
         Raises:
             ClosedError, ForkedError, UnsupportedError: it cannot be restored now; nothing changed.
         """
-        self.store.check_owner()
-        self._check_slots()
-        if self._materialized:
-            raise UnsupportedError(
-                "what is restored inside `materialized` would be undone when the block writes its "
-                "values back: restore outside of it"
-            )
+        self.check_restorable()
         if self.handed_out is not None:
             self.handed_out.leave()
             self.handed_out = None
@@ -624,10 +686,11 @@ class Engine:
             StepFailedError: a write that went on behind the last step has failed.
         """
         self.check_usable()
-        try:
-            self.pipeline.drain()
-        except GdsOptimizerError as error:
-            self._fail("writing behind the last step", error)
+        with self.exclusive("waiting for the last writes", is_pass=True):
+            try:
+                self.pipeline.drain()
+            except GdsOptimizerError as error:
+                self._fail("writing behind the last step", error)
 
     def close(self) -> None:
         """Wait for what is in flight and remove the files. May be called again.

@@ -15,18 +15,19 @@ import glob
 import json
 import logging
 import os
+import re
 import socket
 import struct
 import sys
 import time
 from pathlib import Path
 
-from gds_optimizer.errors import StoreLockedError
+from gds_optimizer.errors import ConfigError, StoreLockedError
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "lock"
-SCRATCH_PATTERNS = ("bucket*.bin", "layout.json")
+_SCRATCH = re.compile(r"bucket\d{5,}(\.[a-z]+)?\.bin|layout\.json")
 _RECLAIM_WAIT_S = 30.0
 _NAME_WAIT_S = 2.0
 
@@ -43,6 +44,14 @@ def _is_held_here(lock_path: Path) -> bool:
     except FileNotFoundError:
         return False
     return (state.st_dev, state.st_ino) in _held
+
+
+def _boot_id() -> str:
+    """The running kernel, whose locks are all visible here; empty where it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _describe_owner(fd: int) -> dict[str, object]:
@@ -87,6 +96,7 @@ class OwnedDirectory:
 
         Raises:
             StoreLockedError: a living process owns it; the message names that process.
+            ConfigError: its lock is a symbolic link.
             OSError: the directory cannot be created or the file system has no locks.
         """
         start = time.monotonic()
@@ -98,8 +108,10 @@ class OwnedDirectory:
             except FileNotFoundError:
                 # A neighbour that reclaimed the directory removed it just now. Or the drive is
                 # gone, and then nothing is to be created where it was mounted.
-                if not path.parent.parent.is_dir():
+                is_tried = time.monotonic() - start > _NAME_WAIT_S
+                if is_tried or not path.parent.parent.is_dir():
                     raise
+                time.sleep(0.01)
                 continue
             except StoreLockedError as error:
                 # Another rank that is starting may be clearing what a dead run left here.
@@ -123,7 +135,16 @@ class OwnedDirectory:
                 f"{path} is in use by this very process (pid {os.getpid()}): "
                 "close the other optimizer or give each a directory of its own"
             )
-        fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            # Following a link, we would overwrite what somebody else's file says.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(lock_path, flags, 0o600)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ConfigError(
+                f"directories: {lock_path} is a symbolic link, wanted a file of our own: remove it"
+            ) from error
         try:
             opened = os.fstat(fd)
             key = (opened.st_dev, opened.st_ino)
@@ -145,6 +166,7 @@ class OwnedDirectory:
             owner = {
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
+                "boot": _boot_id(),
                 "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "command": " ".join(sys.argv)[:512],
                 "purpose": purpose,
@@ -172,8 +194,8 @@ class OwnedDirectory:
 
     def _remove_scratch(self, *, report: bool) -> None:
         removed_bytes = 0
-        for pattern in SCRATCH_PATTERNS:
-            for file in self.path.glob(pattern):
+        for file in sorted(self.path.iterdir()):
+            if _SCRATCH.fullmatch(file.name):
                 with contextlib.suppress(FileNotFoundError):
                     removed_bytes += file.lstat().st_blocks * 512
                     file.unlink()
@@ -233,7 +255,11 @@ def reclaim_dead(root: Path, *, keep: Path) -> None:
         except OSError:
             continue
         # On a shared file system other hosts' locks may be invisible here: leave theirs alone.
-        if owner.get("host") != socket.gethostname():
+        # A container may have another host name after every start, on the same kernel.
+        is_ours = owner.get("host") == socket.gethostname() or (
+            owner.get("boot") == _boot_id() != ""
+        )
+        if not is_ours:
             continue
         with contextlib.suppress(StoreLockedError, OSError):
             owned = OwnedDirectory._try_acquire(lock.parent, "reclaim")

@@ -10,10 +10,11 @@ are waited for when their slot is needed, by `drain`, and before anything is clo
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from gds_optimizer.errors import GdsOptimizerError, StepFailedError
+from gds_optimizer.errors import GdsOptimizerError, IoTimeoutError, StepFailedError
 from gds_optimizer.slots import Slot, SlotPool, SlotState
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock
@@ -22,6 +23,8 @@ Ranges = Sequence[tuple[int, int]]
 """Byte ranges of a bucket file as (offset, length), page multiples; the slot has the same ones."""
 
 _HOLDING = (SlotState.CACHED, SlotState.WRITING)
+_STUCK_WAIT_S = 5.0
+"""How long the rest is waited for, in all, once a transfer has not ended in time."""
 
 
 class Pipeline:
@@ -83,8 +86,8 @@ class Pipeline:
                 clock.stats.buckets += 1
                 clock.stats.cached_buckets += not from_disk
                 self._write(slot, ranges, clock)
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            self._abandon(error)
             raise
 
     def _read_ahead(
@@ -176,14 +179,22 @@ class Pipeline:
         slot.write_number = next(self.pool.write_numbers)
         slot.state = SlotState.WRITING
 
-    def _finish(self, slot: Slot) -> None:
-        """Wait for everything in flight on `slot`; the first failure is raised when all ended."""
+    def _finish(self, slot: Slot, deadline_s: float | None = None) -> None:
+        """Wait for everything in flight on `slot`; the first failure is raised when all ended.
+
+        Args:
+            deadline_s: when to give up, by `time.monotonic`; by default in `timeout_s` seconds.
+        """
+        start_s = time.monotonic()
+        limit_s = self.timeout_s if deadline_s is None else max(deadline_s - start_s, 0.0)
+        left_s = limit_s
         failure: GdsOptimizerError | None = None
         for transfer in slot.transfers:
             try:
-                transfer.wait(self.timeout_s)
+                transfer.wait(left_s)
             except GdsOptimizerError as error:
                 failure = failure or error
+            left_s = max(start_s + limit_s - time.monotonic(), 0.0)
         if failure is not None:
             raise failure
         slot.transfers = []
@@ -211,16 +222,25 @@ class Pipeline:
         if failure is not None:
             raise failure
 
-    def _abandon(self) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """After a failure: wait for what is in flight and give this pipeline's slots back.
 
         A slot whose transfer is stuck is not reused: its threads may still touch the buffer.
         """
+        # A visit that raised has left kernels behind, and reads do not wait for those.
+        with contextlib.suppress(RuntimeError):
+            self.pool.synchronize_compute()
+        # After a timeout, waiting as long again for each of the rest would help nobody.
+        is_stuck = isinstance(error, IoTimeoutError)
+        deadline_s = time.monotonic() + (_STUCK_WAIT_S if is_stuck else self.timeout_s)
+        if not isinstance(error, GdsOptimizerError):
+            for file in self.store.files:
+                file.quiesce(max(deadline_s - time.monotonic(), 0.0))
         for slot in self.pool.slots:
             if slot.owner is self:
                 # The first failure is on its way up already.
                 with contextlib.suppress(GdsOptimizerError):
-                    self._finish(slot)
+                    self._finish(slot, deadline_s)
                 slot.release()
 
     def drain(self) -> None:
@@ -235,8 +255,8 @@ class Pipeline:
                     self._finish(slot)
                     slot.state = SlotState.CACHED
             self._raise_tail_failure()
-        except GdsOptimizerError:
-            self._abandon()
+        except GdsOptimizerError as error:
+            self._abandon(error)
             raise
 
     def forget(self) -> None:

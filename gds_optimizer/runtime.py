@@ -108,6 +108,8 @@ class Runtime:
             pool = cls._make_pool(plans, config, backend)
             undo.callback(pool.close)
             runtime = cls(config, report, backend, pool)
+            # Before the engines' own: at exit, the newest finalizer runs first.
+            weakref.finalize(runtime, _close_shared, pool, backend, os.getpid())
             for part, plan in zip(parts, plans, strict=True):
                 store = Store(
                     plan.layout, config.directories, f"rank{rank:05d}/{part.name}", backend
@@ -124,8 +126,6 @@ class Runtime:
             for engine in runtime.engines:
                 engine.drain()  # a disk that cannot hold the first mains is no start
             undo.pop_all()
-        # Runs at exit after the engines' own finalizers, which were registered later.
-        weakref.finalize(runtime, _close_shared, pool, backend, os.getpid())
         return runtime
 
     @staticmethod
@@ -208,5 +208,7 @@ def _close_after_failure(engine: Engine) -> None:
 def _close_shared(pool: SlotPool, backend: IoBackend, pid: int) -> None:
     if os.getpid() != pid:
         return  # memory and threads are the parent's, not its forked child's
-    pool.close()
-    backend.close()
+    try:
+        backend.close()  # waits for what is in flight
+    finally:
+        pool.close()

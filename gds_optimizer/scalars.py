@@ -46,6 +46,24 @@ class Scalars:
                 names = self.plane_names(index)
                 self._set(index, {key: value for key, value in held.items() if key not in names})
 
+    def check_planes_streamed(self) -> None:
+        """Refuse state tensors that somebody put into the optimizer behind our back.
+
+        Raises:
+            UnsupportedError: names the tensor. They would not be stepped.
+        """
+        for index in self.streamed:
+            held = self.plan.optimizer.state.get(self.plan.bindings[index].main)
+            if held is None or isinstance(held, EvictedState):
+                continue
+            for name in self.plane_names(index):
+                if name in held:
+                    raise UnsupportedError(
+                        f"{name} of {self.plan.bindings[index].name} was put into the optimizer "
+                        "itself (by its `load_state_dict`?), but its state is streamed: load it "
+                        "through the framework, a snapshot, or gds_optimizer.checkpoint"
+                    )
+
     def start(self) -> None:
         """Every binding has state now; those whose counters nobody has set start at the start.
 

@@ -7,16 +7,17 @@ all engines of a process. Where state is stored in another form than the optimiz
 buffer, the scratch, holds the decoded values of the bucket that is being visited: visits come one
 after the other, so one is enough for all slots.
 
-    FREE -> READING -> READY -> COMPUTING -> WRITING -> CACHED (-> FREE)
+    FREE -> READING -> COMPUTING -> WRITING -> CACHED (-> FREE)
 
 A slot whose write has finished still holds its bucket. It stays CACHED until somebody needs the
-slot; an engine that comes back to that bucket first need not read it. A slot whose transfer did
-not end in time is STUCK: nobody's, until the transfer has ended after all.
+slot; an engine that comes back to that bucket first need not read it: it is READY. A slot whose
+transfer did not end in time is STUCK: nobody's, until the transfer has ended after all.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
@@ -77,6 +78,40 @@ class Slot:
             self.state = SlotState.STUCK
 
 
+class Usage:
+    """Who uses the slots and files: one thread at a time, and nothing else during a pass.
+
+    A signal handler runs in the thread that it interrupts, so a lock that a thread may take twice
+    would let it into the middle of a step.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._in_pass = False
+
+    @contextmanager
+    def hold(self, *, is_pass: bool) -> Iterator[bool]:
+        """Use the slots inside, if the value is True; it never waits.
+
+        Args:
+            is_pass: nothing else may begin inside, not even in the same thread.
+        """
+        me = threading.get_ident()
+        is_outermost = self._lock.acquire(blocking=False)
+        if not is_outermost and (self._owner != me or self._in_pass):
+            yield False
+            return
+        try:
+            self._owner, self._in_pass = me, is_pass
+            yield True
+        finally:
+            self._in_pass = False
+            if is_outermost:
+                self._owner = 0
+                self._lock.release()
+
+
 class SlotPool:
     """A fixed number of equal slots on one device.
 
@@ -104,6 +139,7 @@ class SlotPool:
         self.slot_bytes = align_up(max(slot_bytes, PAGE_BYTES), PAGE_BYTES)
         self.slots: list[Slot] = []
         self._closed = False
+        self.usage = Usage()
         self.write_numbers = itertools.count(1)
         self.compute_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._compute_done = torch.cuda.Event() if self.compute_stream is not None else None

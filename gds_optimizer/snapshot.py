@@ -112,6 +112,25 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def make_directories(path: Path) -> None:
+    """Make a directory and what is missing above it, and make their names durable.
+
+    Raises:
+        OSError: one of them could not be made or synced.
+    """
+    new: list[Path] = []
+    for each in (path, *path.parents):
+        if each.is_dir():
+            break
+        new.append(each)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in new:
+        fsync_directory(each.parent)
+    if not new:  # a killed run may have made it, and not have got as far as this
+        with contextlib.suppress(PermissionError):
+            fsync_directory(path.parent)
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """Write a file under a temporary name, sync it, rename it: it is there whole or not at all."""
     partial = path.with_name(path.name + PARTIAL)
@@ -254,23 +273,37 @@ def complete(
     Raises:
         OSError: it could not be written; it is not declared whole, then.
     """
+    declare(
+        path,
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "snapshot": identity,
+            "step": step,
+            "world_size": placement.world_size,
+            "optimizers": sorted({key.partition("/")[2] for key in seals}),
+            "manifests": seals,
+        },
+    )
+
+
+def declare(path: Path, description: dict[str, Any]) -> None:
+    """Make a directory, whose parts are all there and synced, a complete snapshot.
+
+    Args:
+        path: made by `make_directories`.
+        description: what `snapshot.json` is to say.
+
+    Raises:
+        OSError: it could not be written or synced; it is not declared whole, then.
+    """
     fsync_directory(path)
-    for parent in path.parents[:2]:  # one of them may be new
-        with contextlib.suppress(PermissionError):
-            fsync_directory(parent)
-    description = {
-        "format": FORMAT,
-        "version": VERSION,
-        "snapshot": identity,
-        "step": step,
-        "world_size": placement.world_size,
-        "optimizers": sorted({key.partition("/")[2] for key in seals}),
-        "manifests": seals,
-    }
     try:
         write_durably(path / COMPLETE_NAME, seal(description))
-    except OSError:
-        (path / COMPLETE_NAME).unlink(missing_ok=True)
+    except BaseException:
+        # It may be there under its final name, of which nobody knows whether it lasts.
+        with contextlib.suppress(OSError):
+            (path / COMPLETE_NAME).unlink(missing_ok=True)
         raise
 
 

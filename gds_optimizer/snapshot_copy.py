@@ -28,7 +28,9 @@ from gds_optimizer.snapshot import (
     PARTIAL,
     RESIDENT_NAME,
     Placement,
+    declare,
     fsync_directory,
+    make_directories,
     part_key,
     rank_directory,
     write_durably,
@@ -36,7 +38,9 @@ from gds_optimizer.snapshot import (
 from gds_optimizer.snapshot_files import (
     being_made,
     clean_incomplete,
+    matching,
     refuse_foreign,
+    remove_declaration,
     remove_rank,
     remove_whole,
 )
@@ -58,6 +62,9 @@ logger = logging.getLogger(__name__)
 # file system shows a renamed directory after a while only.
 _VANISHED_S = 60.0
 
+# How often to look at the target: seldom, once it takes long, because many ranks may be waiting.
+_POLL_S, _LONGEST_POLL_S = 0.05, 1.0
+
 _REPORT_INTERVAL_S = 30.0
 
 _lock = threading.Lock()
@@ -74,8 +81,9 @@ class SnapshotCopy:
     """A copy of a snapshot, made in a thread. Every rank makes one of these, together.
 
     Each rank copies its own part under a temporary name and renames it; rank 0 waits for all and
-    declares the copy complete. A failure is logged at once and again when the next step begins,
-    raised by `wait`, and leaves nothing of this copy and everything of earlier ones.
+    declares the copy complete, for which the others wait. A failure on whichever rank is one on
+    all: each logs it at once and again when the next step begins, `wait` raises it, and it leaves
+    nothing of this copy and everything of earlier ones.
 
     Args:
         source: a complete snapshot.
@@ -86,7 +94,8 @@ class SnapshotCopy:
         keep_last: once the copy is complete, remove complete snapshots beside it, oldest first,
             until so many are left, this one included, and what killed runs left there. A copy
             that fails removes none.
-        wait_for_ranks_s: how long rank 0 waits for the parts of others after its own.
+        wait_for_ranks_s: how long rank 0 waits for the parts of others after its own. The others
+            wait until nothing is to be seen of rank 0's work for a little longer than that.
 
     Attributes:
         copied_bytes: of this rank's bucket files, until now.
@@ -119,23 +128,23 @@ class SnapshotCopy:
         self._keep_last = keep_last
         self._wait_for_ranks_s = wait_for_ranks_s
         self._stop = threading.Event()
-        self._is_done = False  # this rank's part of it
+        self._is_done = False  # the copy is declared complete
         self._whole: dict[str, Any] = {}
         self._parts: list[Part] = []
-        self._counted = self.source.resolve()
+        self._counted = self.source
         what = f"copying {self.source} to {self.target}"
         with contextlib.ExitStack() as undo:
-            # Before any rank makes the directory.
-            undo.enter_context(being_made(self.target))
-            self._placement.together(what, self._check)
+            self._placement.together(what, lambda: self._check(undo))
             self._placement.together(what, lambda: self._begin(undo))
             self._undo = undo.pop_all()
         self._began = self._reported = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="snapshot-copy", daemon=True)
         self._thread.start()
 
-    def _check(self) -> None:
+    def _check(self, undo: contextlib.ExitStack) -> None:
         """Make sure that there is something to copy and a place for it."""
+        self._counted = self.source.resolve()
+        undo.enter_context(being_made(self.target))  # before any rank makes the directory
         if self._bytes_per_s is not None and not self._bytes_per_s > 0:
             raise SnapshotError(f"bytes_per_s is {self._bytes_per_s}, wanted more than 0")
         if self._keep_last is not None and self._keep_last < 1:
@@ -158,7 +167,7 @@ class SnapshotCopy:
         Every rank's temporary directory is there when this has ended everywhere, so that rank 0
         can tell a rank that copies from one that has given up.
         """
-        self.target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directories(self.target)
         if self._placement.rank == 0:
             (self.target / (COMPLETE_NAME + PARTIAL)).unlink(missing_ok=True)
         remove_rank(self.target, self._placement.rank)  # what a killed copy left
@@ -173,7 +182,8 @@ class SnapshotCopy:
             _being_copied[self._counted] -= 1
 
     def _remove_own_if_incomplete(self) -> None:
-        if not self._is_done:
+        # Another rank than 0 may have been stopped while the copy was being declared complete.
+        if not self._is_done and (self._placement.rank == 0 or not self._is_declared()):
             self._remove_own()
 
     @property
@@ -207,9 +217,6 @@ class SnapshotCopy:
         """Give up and remove what was copied; a copy that is complete stays."""
         self._stop.set()
         self._thread.join()
-        if not (self.target / COMPLETE_NAME).exists():
-            self._remove_own()
-            self.failure = self.failure or InterruptedError("it was stopped")
 
     # ------------------------------------------------------------------ in the thread
 
@@ -218,8 +225,11 @@ class SnapshotCopy:
             self._copy_rank()
             if self._placement.rank == 0:
                 self._complete()
+                self._is_done = True
                 self._prune()
-            self._is_done = True
+            else:
+                self._await_outcome()
+                self._is_done = True
         except Exception as error:  # noqa: BLE001 - nobody would see it otherwise
             self.failure = error
             if not self._stop.is_set():
@@ -239,14 +249,15 @@ class SnapshotCopy:
 
     def _remove_own(self) -> None:
         with contextlib.suppress(OSError):
+            if self._placement.rank == 0:
+                remove_declaration(self.target)
             remove_rank(self.target, self._placement.rank)
         with contextlib.suppress(OSError):
             self.target.rmdir()  # the last rank's succeeds
 
     @property
     def _partial(self) -> Path:
-        final = rank_directory(self.target, self._placement.rank)
-        return final.with_name(final.name + PARTIAL)
+        return self._directories_of(self._placement.rank)[1]
 
     def _copy_rank(self) -> None:
         rank = self._placement.rank
@@ -300,16 +311,87 @@ class SnapshotCopy:
                 self.left_s,
             )
 
+    # ------------------------------------------------------------------ other ranks, in the thread
+
+    def _await_outcome(self) -> None:
+        """Wait until rank 0 declares the copy complete.
+
+        Raises:
+            SnapshotError: it has given up, or nothing is to be seen of it any more.
+            InterruptedError: this rank's copy was stopped.
+        """
+        began = time.monotonic()
+        vanished_at: dict[int, float] = {}
+        seen: object = None
+        deadline = 0.0
+        was_declared = False
+        while True:
+            is_declared = self._is_declared()
+            if is_declared and was_declared:  # rank 0 takes back what it cannot make durable
+                return
+            was_declared = is_declared
+            is_stopped = self._is_stopped_meanwhile(began)
+            if is_declared:
+                continue
+            if is_stopped:
+                raise InterruptedError("it was stopped")
+            if self._has_given_up(0, vanished_at):
+                raise SnapshotError("rank 0 has given up, and its log says why")
+            # Its own part may take it as long as it likes, as long as there is progress.
+            progress = self._progress_of(0)
+            if progress != seen:
+                seen = progress
+                deadline = time.monotonic() + self._wait_for_ranks_s + _VANISHED_S
+            elif time.monotonic() > deadline:
+                raise SnapshotError(
+                    f"rank 0 has neither declared the copy complete nor given up within "
+                    f"{self._wait_for_ranks_s + _VANISHED_S:g} s"
+                )
+
+    def _is_stopped_meanwhile(self, began: float) -> bool:
+        """Pause between two looks at what others do; whether the copy was to stop."""
+        waited_s = time.monotonic() - began
+        return self._stop.wait(min(max(_POLL_S, waited_s / 10), _LONGEST_POLL_S))
+
+    def _is_declared(self) -> bool:
+        """Whether this copy is complete."""
+        try:
+            return bool(describe(self.target)["snapshot"] == self._whole["snapshot"])
+        except (SnapshotError, OSError):
+            return False
+
+    def _progress_of(self, rank: int) -> list[tuple[str, int]]:
+        """Something that changes with every file of a rank's part, until it is whole."""
+        found = []
+        for directory in self._directories_of(rank):
+            with contextlib.suppress(OSError):  # renamed meanwhile
+                found += [(str(each), each.stat().st_mtime_ns) for each in matching(directory, "*")]
+        return found
+
+    def _directories_of(self, rank: int) -> tuple[Path, Path]:
+        """Where a rank's part is once it is whole, and before."""
+        final = rank_directory(self.target, rank)
+        return final, final.with_name(final.name + PARTIAL)
+
+    def _has_given_up(self, rank: int, vanished_at: dict[int, float]) -> bool:
+        """Whether a rank's part has been nowhere for long; notes since when that is."""
+        if any(directory.is_dir() for directory in self._directories_of(rank)):
+            vanished_at.pop(rank, None)
+            return False
+        now = time.monotonic()
+        return now > vanished_at.setdefault(rank, now) + _VANISHED_S
+
     # ------------------------------------------------------------------ rank 0, in the thread
 
     def _complete(self) -> None:
         """Wait for the parts of all ranks and declare the copy whole."""
-        deadline = time.monotonic() + self._wait_for_ranks_s
+        began = time.monotonic()
+        deadline = began + self._wait_for_ranks_s
         vanished_at: dict[int, float] = {}
-        while missing := self._missing_ranks(vanished_at):
-            if self._stop.wait(0.05):
+        while missing := self._missing_ranks():
+            if self._is_stopped_meanwhile(began):
                 raise InterruptedError("it was stopped")
-            gone = [rank for rank, at in vanished_at.items() if time.monotonic() > at + _VANISHED_S]
+            gone = [rank for rank in missing if self._has_given_up(rank, vanished_at)]
             if gone:
                 raise SnapshotError(f"rank {gone[0]} has given up")
             if time.monotonic() > deadline:
@@ -324,40 +406,30 @@ class SnapshotCopy:
             if stated != (self._whole["snapshot"], key):
                 raise SnapshotError(f"{part.directory} is of another snapshot")
             seals[key] = manifest_seal
-        fsync_directory(self.target)
-        for parent in self.target.parents[:2]:  # one of them may be new
-            with contextlib.suppress(PermissionError):
-                fsync_directory(parent)
-        write_durably(self.target / COMPLETE_NAME, seal({**self._whole, "manifests": seals}))
+        declare(self.target, {**self._whole, "manifests": seals})
+        if missing := self._missing_ranks():  # stopped while it was being declared
+            raise SnapshotError(f"rank {missing[0]} has given up")
+
+    def _missing_ranks(self) -> list[int]:
+        """Ranks whose parts are not there yet."""
+        ranks = range(self._whole["world_size"])
+        return [rank for rank in ranks if not rank_directory(self.target, rank).is_dir()]
 
     def _prune(self) -> None:
         """Remove what is one too many; the copy is complete whatever comes of it."""
         if self._keep_last is None:
             return
-        busy = {str(path) for path in being_copied()}
-        for each in outdated(self.target, self._keep_last, busy):
-            try:
-                remove_whole(each)
-            except (SnapshotError, OSError) as error:
-                logger.warning("the older snapshot %s could not be removed: %s", each, error)
+        directory = self.target.parent
         try:
-            for each in clean_incomplete(self.target.parent):
+            for each in outdated(self.target, self._keep_last, set(map(str, being_copied()))):
+                try:
+                    remove_whole(each)
+                except Exception as error:  # noqa: BLE001 - no failure of the copy
+                    logger.warning("the older snapshot %s could not be removed: %s", each, error)
+        except Exception as error:  # noqa: BLE001 - no failure of the copy
+            logger.warning("older snapshots in %s could not be looked at: %s", directory, error)
+        try:
+            for each in clean_incomplete(directory):
                 logger.info("removed %s, which was never completed", each)
-        except OSError as error:
-            logger.warning("leftovers in %s could not be removed: %s", self.target.parent, error)
-
-    def _missing_ranks(self, vanished_at: dict[int, float]) -> list[int]:
-        """Ranks whose parts are not there; notes since when one has no temporary directory."""
-        missing = []
-        for rank in range(self._whole["world_size"]):
-            final = rank_directory(self.target, rank)
-            partial = final.with_name(final.name + PARTIAL)
-            if final.is_dir():
-                vanished_at.pop(rank, None)
-                continue
-            missing.append(rank)
-            if partial.is_dir():
-                vanished_at.pop(rank, None)
-            else:
-                vanished_at.setdefault(rank, time.monotonic())
-        return missing
+        except Exception as error:  # noqa: BLE001 - no failure of the copy
+            logger.warning("leftovers in %s could not be removed: %s", directory, error)

@@ -210,9 +210,9 @@ def outdated(path: Path, keep_last: int, busy: Collection[str]) -> list[Path]:
     others = []
     for file in matching(path.parent, f"*/{COMPLETE_NAME}"):
         each = file.parent
-        if each == path or each.is_symlink() or str(each.resolve()) in busy:
-            continue
-        with contextlib.suppress(SnapshotError, OSError):
+        with contextlib.suppress(SnapshotError, OSError):  # it stays, where it cannot be looked at
+            if each == path or each.is_symlink() or str(each.resolve()) in busy:
+                continue
             others.append((file.stat().st_mtime_ns, describe(each)["step"], each))
     others.sort()
     return [each for _, _, each in others[: max(0, len(others) + 1 - keep_last)]]

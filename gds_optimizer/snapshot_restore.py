@@ -1,18 +1,16 @@
-"""Taking up a snapshot: its files are linked where they fit, else elements found by name."""
+"""Taking up a snapshot, in two phases: finding out that it fits, and making it the state.
+
+Between the two all ranks agree, so that what does not fit on one of them changes nothing anywhere.
+"""
 
 from __future__ import annotations
 
-import os
-import re
+import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from gds_optimizer.codecs import get_codec
-from gds_optimizer.direct_file import CHUNK_BYTES, copy_file
+from gds_optimizer.direct_file import copy_file
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import (
     ConfigError,
@@ -20,70 +18,63 @@ from gds_optimizer.errors import (
     IoError,
     SnapshotError,
 )
-from gds_optimizer.footer import BucketRecord
-from gds_optimizer.jsonvalues import from_json
-from gds_optimizer.layout import Bucket, Plane, Space, align_up
-from gds_optimizer.mapped_state import MappedState, reserve_scratch
-from gds_optimizer.mapping import plane_bytes
-from gds_optimizer.plan import MAIN_PLANE
 from gds_optimizer.snapshot import Placement
-from gds_optimizer.snapshot_read import (
-    Part,
-    check_bucket,
-    check_footer,
-    describe,
-    open_part,
-    own_part_key,
-    part_keys,
+from gds_optimizer.snapshot_match import (
+    check_groups,
+    check_optimizer,
+    saved_scalars,
+    take_groups,
 )
-
-# Elements that are decoded at a time: 16 MiB.
-_PART_NUMEL = 2**22
-
-_RANGE = re.compile(r"(?P<base>.*)\[(?P<start>\d+):(?P<end>\d+)\]")
-
-Scalars = dict[str, tuple[bool, dict[str, Any]]]
+from gds_optimizer.snapshot_read import check_footer, open_part, own_part_key
+from gds_optimizer.snapshot_reshard import other_layout
 
 
-def restore_part(engine: Engine, path: Path, name: str, placement: Placement) -> None:
-    """Make a snapshot the state of an engine, and the model's parameters follow it.
-
-    With the layout that the snapshot was taken from, the files are linked (or, from another file
-    system, copied). With another number of data-parallel ranks, other bucket sizes or moments kept
-    in another form, elements are found by shard name and range.
-
-    Args:
-        engine: gets the state, also after a failed step. What it held is gone as soon as the
-            snapshot is found to fit; if restoring fails then, the engine accepts nothing but
-            another restore.
-        path: a complete snapshot.
-        name: the engine's own part, as it was taken.
-        placement: this process.
-
-    Raises:
-        SnapshotError: it is incomplete, damaged (names the bucket) or does not fit.
-    """
-    whole = describe(path)
+@contextlib.contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
     try:
-        take = _same_layout(engine, path, whole, name, placement)
-        if take is None:
-            take = _other_layout(engine, path, whole, name, placement)
-        why = (
-            f"restoring the snapshot in {path} did not finish: restore this or another one, or "
-            "close the optimizer"
-        )
-        engine.abandon_state(why)
-        try:
-            take()
-            engine.update_model()
-        except BaseException:
-            engine.abandon_state(why)
-            raise
+        yield
     except (CorruptBucketError, IoError, ConfigError) as error:
         raise SnapshotError(f"the snapshot in {path} is damaged: {error}") from error
 
 
-# ---------------------------------------------------------------------- the same layout
+def prepare_part(
+    engine: Engine, path: Path, whole: dict[str, Any], name: str, placement: Placement
+) -> Callable[[], None]:
+    """Find out whether a snapshot can become the state of an engine; nothing is changed.
+
+    With the layout that the snapshot was taken from, the files will be linked (or, from another
+    file system, copied). With another number of data-parallel ranks, other bucket sizes or moments
+    kept in another form, elements are found by shard name and range.
+
+    Args:
+        engine: is to get the state, also after a failed step.
+        path: a complete snapshot.
+        whole: what `describe` says of it.
+        name: the engine's own part, as it was taken.
+        placement: this process.
+
+    Returns:
+        What makes it the state, for an engine whose state was given up (`Engine.abandon_state`);
+        the model's parameters follow. It raises SnapshotError where the data turns out damaged:
+        give the state up again, then.
+
+    Raises:
+        SnapshotError: it is damaged (names the bucket) or does not fit.
+        ClosedError, ForkedError, UnsupportedError: the engine cannot be restored now.
+    """
+    engine.check_restorable()
+    with _damage_named(path):
+        take = _same_layout(engine, path, whole, name, placement)
+        if take is None:
+            take = other_layout(engine, path, whole, name, placement)
+    chosen = take
+
+    def take_over() -> None:
+        with _damage_named(path):
+            chosen()
+            engine.update_model()
+
+    return take_over
 
 
 def _same_layout(
@@ -100,8 +91,8 @@ def _same_layout(
         or set(part.manifest["shards"]) != {binding.name for binding in engine.plan.bindings}
     ):
         return None
-    _check_optimizer(engine, part)
-    _check_groups(engine, [part])
+    check_optimizer(engine, part)
+    check_groups(engine, [part])
     for bucket in engine.layout.buckets:
         check_footer(part, bucket.index)
 
@@ -111,355 +102,10 @@ def _same_layout(
                 engine.store.file_for_write(bucket.index)
                 copy_file(part.file(bucket.index), engine.store.paths[bucket.index])
         records = [part.record(bucket.index) for bucket in engine.layout.buckets]
-        shards = {shard: _saved_scalars(engine, part, shard) for shard in part.manifest["shards"]}
+        shards = {shard: saved_scalars(engine, part, shard) for shard in part.manifest["shards"]}
         engine.restore(part.manifest["step"], records, shards)
         for entry, values in part.resident():
             engine.set_resident(entry["shard"], entry["key"], values)
-        _take_groups(engine, part)
+        take_groups(engine, part)
 
     return take
-
-
-def _check_optimizer(engine: Engine, part: Part) -> None:
-    """Two classes may keep the same planes and count steps in different places."""
-    saved = part.manifest["optimizer"].rpartition(".")[2]
-    own = type(engine.plan.optimizer).__name__
-    if saved != own:
-        raise SnapshotError(
-            f"the snapshot {part.directory} is of the optimizer {saved}, not {own}: build the same "
-            "one, or use a checkpoint in Megatron's own format"
-        )
-
-
-def _check_groups(engine: Engine, parts: list[Part]) -> None:
-    """Options go by the number of a group, so its parameters must be the ones that it had."""
-    groups = engine.plan.optimizer.param_groups
-    group_of: dict[str, int] = {}
-    for part in parts:
-        saved = part.manifest["groups"]
-        if len(groups) != len(saved):
-            raise SnapshotError(
-                f"the snapshot {part.directory} has {len(saved)} parameter groups, the optimizer "
-                f"{len(groups)}: build it with the same groups"
-            )
-        for number, group in enumerate(saved):
-            group_of |= {_split_name(shard)[0]: number for shard in group["shards"]}
-    for number, group in enumerate(groups):
-        for main in group["params"]:
-            base = _split_name(engine.name_of(main))[0]
-            if group_of.get(base, number) != number:
-                raise SnapshotError(
-                    f"{base} is in parameter group {group_of[base]} of the snapshot "
-                    f"{parts[0].directory}, and in group {number} of the optimizer: build it with "
-                    "the same groups"
-                )
-
-
-def _take_groups(engine: Engine, part: Part) -> None:
-    groups = engine.plan.optimizer.param_groups
-    for group, saved in zip(groups, part.manifest["groups"], strict=True):
-        for key, data in saved["options"].items():
-            value, old = from_json(data, engine.pool.device), group.get(key)
-            if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
-                old.copy_(value)  # schedulers and graphs may hold the tensor itself
-            else:
-                group[key] = value
-
-
-def _saved_scalars(engine: Engine, part: Part, shard: str) -> tuple[bool, dict[str, Any]]:
-    entry = part.manifest["shards"][shard]
-    values = {k: from_json(v, engine.pool.device) for k, v in entry["scalars"].items()}
-    return entry["has_state"], values
-
-
-# ---------------------------------------------------------------------- another layout
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A saved shard: elements `start` to `end` of a parameter."""
-
-    start: int
-    end: int
-    part: Part
-    name: str
-    space: Space
-    first: int
-    """Where it begins in the space."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Elements `start` to `stop` of a parameter, for one of our shards from a saved one."""
-
-    binding: int
-    position: int
-    """Where they go in the shard."""
-    source: _Source
-    start: int
-    stop: int
-
-
-def _split_name(shard: str) -> tuple[str, int, int | None]:
-    match = _RANGE.fullmatch(shard)
-    if match is None:
-        return shard, 0, None
-    return match["base"], int(match["start"]), int(match["end"])
-
-
-def _other_layout(
-    engine: Engine, path: Path, whole: dict[str, Any], name: str, placement: Placement
-) -> Callable[[], None]:
-    """What copies every shard's elements from whichever saved shards hold them."""
-    peers = _peers(path, whole, name, placement)
-    _check_optimizer(engine, peers[0])
-    _check_groups(engine, peers)
-    sources = _sources(peers)
-    resident = _saved_resident_mains(peers)
-    cuts: list[_Cut] = []
-    for index, binding in enumerate(engine.plan.bindings):
-        base, start, _ = _split_name(binding.name)
-        end = start + binding.main.numel()
-        if engine.is_streamed(index):
-            cuts += _cuts(engine, path, index, sources.get(base, []), start, end)
-        if not binding.keeps_main:
-            _check_covered(path, base, start, end, resident.get(base, []))
-    needed: dict[tuple[Path, int], Part] = {}
-    for cut in cuts:
-        for bucket, _, _ in _elements(cut):
-            needed[cut.source.part.directory, bucket.index] = cut.source.part
-    for (_, index), part in needed.items():
-        check_bucket(part, index)
-    scratch = reserve_scratch(engine)  # while what the engine holds is still there
-
-    def take() -> None:
-        engine.store.thaw()
-        mapped = MappedState(engine, writable=True, scratch=scratch)
-        for cut in cuts:
-            end = cut.position + cut.stop - cut.start
-            _copy_elements(cut, mapped.tensors(cut.binding, cut.position, end))
-        engine.steps = peers[0].manifest["step"]
-        mapped.commit()
-        del mapped
-        engine.restore(engine.steps, _full_records(engine), _scalars(engine, cuts, peers))
-        _take_resident(engine, peers)
-        _take_groups(engine, peers[0])
-
-    return take
-
-
-def _peers(path: Path, whole: dict[str, Any], name: str, placement: Placement) -> list[Part]:
-    """Parts of the ranks that together hold the parameters that this rank has a share of."""
-    own = {k: v for k, v in placement.of(name).items() if k != "dp"}
-    found = []
-    for key in part_keys(whole, name):
-        part = open_part(path, whole, key)
-        theirs = {k: v for k, v in part.manifest["coordinates"].items() if k != "dp"}
-        if theirs == own:
-            found.append(part)
-    if not found:
-        raise SnapshotError(
-            f"the snapshot in {path} has nothing of {name} for the parallel position {own}: "
-            "restore it with the same tensor, pipeline and expert parallelism, or use a "
-            "checkpoint in Megatron's own format"
-        )
-    return found
-
-
-def _sources(peers: list[Part]) -> dict[str, list[_Source]]:
-    """Saved shards by the parameter's name, in order."""
-    sources: dict[str, list[_Source]] = {}
-    for part in peers:
-        for space in part.layout.spaces:
-            for shard, first in zip(space.shards, space.shard_starts, strict=True):
-                base, start, _ = _split_name(shard.name)
-                sources.setdefault(base, []).append(
-                    _Source(start, start + shard.numel, part, shard.name, space, first)
-                )
-    for found in sources.values():
-        found.sort(key=lambda source: (source.start, source.end))
-    return sources
-
-
-def _cuts(
-    engine: Engine, path: Path, index: int, sources: list[_Source], start: int, end: int
-) -> Iterator[_Cut]:
-    binding = engine.plan.bindings[index]
-    position = start
-    wanted = {plane.name for plane in engine.plan.schemas[index].planes}
-    wanted |= {MAIN_PLANE} if binding.keeps_main else set()
-    for source in sources:
-        if source.start <= position < source.end and position < end:
-            saved = {plane.name for plane in source.space.planes}
-            if saved != wanted:
-                raise SnapshotError(
-                    f"the snapshot in {path} has {', '.join(sorted(saved))} of {source.name}, and "
-                    f"the optimizer keeps {', '.join(sorted(wanted))}: build "
-                    "it with the same options"
-                )
-            stop = min(end, source.end)
-            yield _Cut(index, position - start, source, position, stop)
-            position = stop
-    if position < end:
-        raise SnapshotError(
-            f"the snapshot in {path} does not hold elements {position} to {end} of "
-            f"{binding.name}: it was taken from another model or with another tensor, pipeline or "
-            "expert parallelism"
-        )
-
-
-def _elements(cut: _Cut) -> Iterator[tuple[Bucket, int, int]]:
-    """Buckets that hold a cut's elements, and which of theirs they are (from, to)."""
-    source = cut.source
-    low = source.first + cut.start - source.start
-    high = low + cut.stop - cut.start
-    size = source.part.layout.bucket_numel
-    for number in range(low // size, -(-high // size)):
-        bucket = source.part.bucket_at[source.space.index, number]
-        first, last = max(low, bucket.start), min(high, bucket.start + bucket.numel)
-        yield bucket, first - bucket.start, last - bucket.start
-
-
-def _copy_elements(cut: _Cut, targets: dict[str, torch.Tensor]) -> None:
-    part, done = cut.source.part, 0
-    for bucket, low, high in _elements(cut):
-        record, path = part.record(bucket.index), part.file(bucket.index)
-        with open(path, "rb", buffering=0) as file:
-            for number, plane in enumerate(bucket.planes):
-                target = targets[plane.name][done : done + high - low]
-                if not record.written[number]:
-                    target.zero_()  # never written: what is in the file means nothing
-                    continue
-                codec = get_codec(plane.codec)
-                if codec.is_view:
-                    offset = plane.offset + low * codec.dtype.itemsize
-                    _read_into(target, path, file.fileno(), offset)
-                else:
-                    _decode_into(target, path, plane, bucket.numel, low)
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        done += high - low
-
-
-def _read_into(target: torch.Tensor, path: Path, fd: int, offset: int) -> None:
-    view = memoryview(target.view(torch.uint8).numpy().data)
-    done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done : done + CHUNK_BYTES]], offset + done)
-        if count == 0:
-            raise IoError(path, "read", file_offset=offset, wanted_bytes=len(view), got=done)
-        done += count
-
-
-def _decode_into(target: torch.Tensor, path: Path, plane: Plane, numel: int, low: int) -> None:
-    """Elements of an encoded plane (of `numel`) from `low` on, as many as the target has."""
-    codec, encoded = get_codec(plane.codec), plane_bytes(path, plane)
-    done = 0
-    while done < target.numel():
-        start, stop = low + done, min(low + done + _PART_NUMEL, low + target.numel())
-        # The codec handles whole blocks, which saved shards need not be cut at.
-        first = start // codec.range_numel * codec.range_numel
-        last = min(align_up(stop, codec.range_numel), numel)
-        values = torch.empty(last - first, dtype=codec.dtype)
-        codec.decode_into(encoded, values, numel=numel, start=first)
-        target[done : done + stop - start].copy_(values[start - first : stop - first])
-        done += stop - start
-
-
-def _full_records(engine: Engine) -> list[BucketRecord]:
-    return [
-        BucketRecord(engine.steps, [True] * len(bucket.planes)) for bucket in engine.layout.buckets
-    ]
-
-
-def _scalars(engine: Engine, cuts: list[_Cut], peers: list[Part]) -> Scalars:
-    """Counters of every shard: those of the saved shard that its first elements come from.
-
-    A shard that has no elements, or none in buckets, counts as the rest of its parameter.
-    """
-    first = {cut.binding: cut.source for cut in reversed(cuts)}
-    of_parameter = {
-        _split_name(shard)[0]: (part, shard) for part in peers for shard in part.manifest["shards"]
-    }
-    same_name = {shard: part for part in peers for shard in part.manifest["shards"]}
-    scalars: Scalars = {}
-    for index, binding in enumerate(engine.plan.bindings):
-        base = _split_name(binding.name)[0]
-        if index in first:
-            saved = _saved_scalars(engine, first[index].part, first[index].name)
-        elif binding.name in same_name:
-            saved = _saved_scalars(engine, same_name[binding.name], binding.name)
-        elif base in of_parameter:
-            saved = _saved_scalars(engine, *of_parameter[base])
-        else:
-            saved = (False, {})
-        scalars[binding.name] = saved
-    return scalars
-
-
-# ---------------------------------------------------------------------- without bucket
-
-
-def _saved_resident_mains(peers: list[Part]) -> dict[str, list[tuple[int, int]]]:
-    """Ranges of mains without bucket, by the parameter's name."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for part in peers:
-        for entry in part.manifest["resident"]:
-            if entry["key"] == MAIN_PLANE:
-                base, start, _ = _split_name(entry["shard"])
-                end = start + torch.Size(entry["shape"]).numel()
-                found.setdefault(base, []).append((start, end))
-    return found
-
-
-def _check_covered(
-    path: Path, base: str, start: int, end: int, ranges: list[tuple[int, int]]
-) -> None:
-    position = start
-    for low, high in sorted(ranges):
-        if low <= position < high:
-            position = high
-    if position < end:
-        raise SnapshotError(
-            f"the snapshot in {path} does not hold elements {position} to {end} of {base}: it was "
-            "taken from another model or with another tensor, pipeline or expert parallelism"
-        )
-
-
-def _take_resident(engine: Engine, peers: list[Part]) -> None:
-    """Values without bucket: mains by name and range, other state by the shard's very name."""
-    mains: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    unstreamed: dict[str, int] = {}
-    for index, binding in enumerate(engine.plan.bindings):
-        if not binding.keeps_main and binding.main.numel():
-            base, start, _ = _split_name(binding.name)
-            mains.setdefault(base, []).append((start, binding.main.detach()))
-        if not engine.is_streamed(index):
-            unstreamed[binding.name] = index
-    for part in peers:
-        for entry, values in part.resident():
-            base, first, _ = _split_name(entry["shard"])
-            if entry["key"] == MAIN_PLANE:
-                for start, target in mains.get(base, []):
-                    low = max(start, first)
-                    high = min(start + target.numel(), first + values.numel())
-                    if low < high:
-                        target[low - start : high - start].copy_(values[low - first : high - first])
-            elif entry["shard"] in unstreamed:
-                engine.set_resident(entry["shard"], entry["key"], values)
-    for name, index in unstreamed.items():
-        _fill_empty_state(engine, name, index)
-
-
-def _fill_empty_state(engine: Engine, name: str, index: int) -> None:
-    """Give a shard without elements the state tensors, without elements, that go with its scalars.
-
-    No saved shard need have had the same name.
-    """
-    main = engine.plan.bindings[index].main
-    state = engine.plan.optimizer.state.get(main)
-    if not state or main.numel():
-        return
-    for plane in engine.plan.schemas[index].planes:
-        if plane.name not in state:
-            dtype = get_codec(plane.codec).dtype
-            engine.set_resident(name, plane.name, torch.empty(main.shape, dtype=dtype))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gds_optimizer.engine import Engine
@@ -20,6 +20,7 @@ from gds_optimizer.snapshot import (
     PARTIAL,
     Placement,
     complete,
+    make_directories,
     part_key,
     rank_directory,
     take_part,
@@ -36,7 +37,7 @@ from gds_optimizer.snapshot_files import (
     remove_rank,
 )
 from gds_optimizer.snapshot_read import describe, open_part, outdated, own_part_key
-from gds_optimizer.snapshot_restore import restore_part
+from gds_optimizer.snapshot_restore import prepare_part
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,12 @@ def take_snapshot(
     what = f"taking the snapshot {path}"
     with contextlib.ExitStack() as undo:
         made = undo.enter_context(contextlib.ExitStack())
-        made.enter_context(being_made(path))  # before any rank makes the directory
-        begun = placement.together(what, lambda: _begin(engines, path, placement, keep_last))
+
+        def begin() -> tuple[str, list[str]]:
+            made.enter_context(being_made(path))  # before any rank makes the directory
+            return _begin(engines, path, placement, keep_last)
+
+        begun = placement.together(what, begin)
         identity = begun[0][0]
         old = _outdated(path, placement, keep_last, {each for _, busy in begun for each in busy})
         undo.callback(_remove_own, path, placement)
@@ -94,7 +99,7 @@ def take_snapshot(
     for each in old:
         try:
             remove_snapshot(each, engines, placement=placement)
-        except (SnapshotError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - the other ranks go on to the next one
             logger.warning("the older snapshot %s could not be removed: %s", each, error)
     if keep_last is not None:
         _clean(engines, path, placement)
@@ -137,7 +142,7 @@ def _take_parts(
     Returns:
         Seals of the parts by their keys, and the number of completed steps.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directories(path)
     if placement.rank == 0:
         (path / (COMPLETE_NAME + PARTIAL)).unlink(missing_ok=True)
     remove_rank(path, placement.rank)  # what a killed run left
@@ -178,7 +183,7 @@ def _clean(engines: Mapping[str, Engine], path: Path, placement: Placement) -> N
         roots = {each.parent.parent for e in engines.values() for each in e.store.directories}
         for root in roots:
             removed += clean_links(root)
-    except OSError as error:  # ranks that share a drive may meet
+    except Exception as error:  # noqa: BLE001 - ranks that share a drive may meet
         logger.warning("not all leftovers could be removed: %s", error)
     for each in removed:
         logger.info("removed %s, which was never completed", each)
@@ -198,6 +203,8 @@ def _reserve_rest(engines: Mapping[str, Engine], path: Path) -> None:
 
 def _remove_own(path: Path, placement: Placement) -> None:
     with contextlib.suppress(OSError):
+        if placement.rank == 0:
+            remove_declaration(path)
         remove_rank(path, placement.rank)
     with contextlib.suppress(OSError):
         path.rmdir()  # the last rank's succeeds
@@ -210,10 +217,14 @@ def _outdated(
 
     One rank looks, so that all remove the same ones.
     """
-    found: list[str] = []
-    if placement.rank == 0 and keep_last is not None:
-        found = [str(each) for each in outdated(path, keep_last, busy)]
-    return [Path(each) for each in placement.gather(found)[0]]
+
+    def look() -> list[str]:
+        if placement.rank or keep_last is None:
+            return []
+        return [str(each) for each in outdated(path, keep_last, busy)]
+
+    what = f"looking for snapshots older than {path}"
+    return [Path(each) for each in placement.together(what, look)[0]]
 
 
 def remove_snapshot(
@@ -272,6 +283,10 @@ def restore_snapshot(
 ) -> int:
     """Make a snapshot the state of all engines. Every rank calls it between two steps.
 
+    First all ranks find out whether it fits. What they held is gone once it does on all of them;
+    if restoring fails after that, on whichever rank, the engines of all ranks accept nothing but
+    another restore.
+
     Args:
         engines: this rank's, by name. Those that are not named in the snapshot are refused.
         path: a complete snapshot, or a copy of one.
@@ -285,8 +300,10 @@ def restore_snapshot(
     """
     placement = placement or Placement()
     path = Path(path).absolute()
+    what = f"restoring the snapshot {path}"
+    takes: list[Callable[[], None]] = []
 
-    def restore() -> int:
+    def prepare() -> int:
         whole = describe(path)
         missing = set(engines) - set(whole["optimizers"])
         if missing:
@@ -295,10 +312,28 @@ def restore_snapshot(
                 f"{', '.join(sorted(missing))}: it is of another model"
             )
         for name, engine in engines.items():
-            restore_part(engine, path, name, placement)
+            takes.append(prepare_part(engine, path, whole, name, placement))
         return int(whole["step"])
 
-    return placement.together(f"restoring the snapshot {path}", restore)[0]
+    why = (
+        f"restoring the snapshot in {path} did not finish: restore this or another one, or close "
+        "the optimizer"
+    )
+
+    def take() -> None:
+        for engine in engines.values():
+            engine.abandon_state(why)
+        for each in takes:
+            each()
+
+    step = placement.together(what, prepare)[0]
+    with contextlib.ExitStack() as undo:
+        # Also where another rank failed: the ranks' states are of different steps then.
+        for engine in engines.values():
+            undo.callback(engine.abandon_state, why)
+        placement.together(what, take)
+        undo.pop_all()
+    return step
 
 
 __all__ = [

@@ -31,7 +31,7 @@ class StepPass:
         active: buckets to visit: those with a gradient, or with mains the model does not know.
 
     Raises:
-        UnsupportedError: the optimizer holds parameters that it did not hold at setup.
+        UnsupportedError: the optimizer holds parameters or state that it did not hold at setup.
     """
 
     def __init__(
@@ -59,10 +59,8 @@ class StepPass:
         bindings = self.plan.bindings
         unknown = self._groups.keys() - {id(binding.main) for binding in bindings}
         if unknown:
-            raise UnsupportedError(
-                f"{len(unknown)} parameters were added to the optimizer after its state was "
-                "set up for streaming: build the optimizer anew with all parameters"
-            )
+            raise late_parameters(len(unknown))
+        scalars.check_planes_streamed()
         self._grads: dict[int, torch.Tensor] = {
             index: grad
             for index, binding in enumerate(bindings)
@@ -152,6 +150,14 @@ class StepPass:
         for (index, _), state in zip(rest, results, strict=True):
             if index not in streamed and state:
                 self.plan.optimizer.state[self.plan.bindings[index].main] = state
+
+
+def late_parameters(count: int) -> UnsupportedError:
+    """What to raise for parameters that joined the optimizer after setup."""
+    return UnsupportedError(
+        f"{count} parameters were added to the optimizer after its state was set up for "
+        "streaming: build the optimizer anew with all parameters"
+    )
 
 
 def _in_place(main: torch.Tensor) -> torch.Tensor:

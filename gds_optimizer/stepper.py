@@ -80,6 +80,18 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a group's option; a tensor gets the value and stays the same object.
+
+    Schedulers and CUDA graphs may hold the tensor itself.
+    """
+    old = group.get(key)
+    if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
+        old.copy_(value)
+    else:
+        group[key] = value
+
+
 class Stepper:
     """One optimizer's step in parts: `begin`, any number of `run`, `commit`.
 
@@ -161,9 +173,8 @@ class Stepper:
         for index, values in self._new_groups.items():
             group = self.optimizer.param_groups[index]
             for key, value in values.items():
-                old = group.get(key)
-                if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
-                    old.copy_(value)  # schedulers and graphs may hold the tensor itself
-                elif key not in group or not _same(old, value):
-                    group[key] = value
+                # Two tensors count as the same for `_same`, whatever is in them.
+                is_tensor = isinstance(value, torch.Tensor)
+                if is_tensor or key not in group or not _same(group[key], value):
+                    set_option(group, key, value)
         self.optimizer.__dict__.update(self._new_attributes)

@@ -125,7 +125,9 @@ class Store:
             raise
         finally:
             os.close(fd)
-        return state.st_dev, state.st_ino
+        identity = state.st_dev, state.st_ino
+        self._read_elsewhere.discard(identity)  # what had this number before is gone
+        return identity
 
     def _no_space(self, path: Path, error: OSError) -> NoSpaceError:
         created = sum(self.layout.buckets[i].file_bytes for i in range(len(self.paths)))

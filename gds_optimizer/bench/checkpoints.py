@@ -12,13 +12,14 @@ import os
 import shutil
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gds_optimizer.bench.steps import _synthetic, _timed
+from gds_optimizer.bench.steps import check_room, synthetic_optimizer, timed
 from gds_optimizer.checkpoint import load_state_dict, state_dict
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.engine import Engine
@@ -48,20 +49,21 @@ def run_checkpoint_bench(
     Raises:
         GdsOptimizerError: setting up, or something that is timed, failed.
     """
-    optimizer, bindings = _synthetic(numel, device)
+    check_room(config.directories, 36 * numel, "the benchmark")
+    optimizer, bindings = synthetic_optimizer(numel, device)
     grads = torch.randn(min(numel, bindings[0].main.numel()), device=device) * 0.01
     runtime = Runtime.build(
         [Part(optimizer, bindings, "bench")], config, device=device, rank=0, eager=True
     )
     engine = runtime.engines[0]
-    snapshots = Path(config.directories[0]) / "bench-snapshots"
-    copies = Path(copy_to) / "bench-copies"
+    snapshots = Path(tempfile.mkdtemp(prefix="bench-snapshots-", dir=config.directories[0]))
+    copies = Path(tempfile.mkdtemp(prefix="bench-copies-", dir=copy_to))
     uninstall = install_step(optimizer, engine.step)
 
     def step() -> float:
         for binding in bindings:
             binding.main.grad = grads[: binding.main.numel()]
-        return _timed(optimizer.step, engine.drain)[1]
+        return timed(optimizer.step, engine.drain)[1]
 
     try:
         step()
@@ -88,7 +90,7 @@ def _time_all(
 
     def take(number: int) -> float:
         path = snapshots / str(number)
-        return _timed(lambda: take_snapshot(engines, path, keep_last=1))[1]
+        return timed(lambda: take_snapshot(engines, path, keep_last=1))[1]
 
     found["first_snapshot_s"] = take(0)
     found["step_after_first_snapshot_s"] = step()
@@ -100,21 +102,21 @@ def _time_all(
     found["step_after_snapshot_s"] = statistics.median(stepped)
     last = snapshots / str(_REPEATS)
 
-    found["verify_s"] = _timed(lambda: verify(last))[1]
-    found["copy_s"] = _timed(lambda: SnapshotCopy(last, copies / "1").wait())[1]
+    found["verify_s"] = timed(lambda: verify(last))[1]
+    found["copy_s"] = timed(lambda: SnapshotCopy(last, copies / "1").wait())[1]
     copy = SnapshotCopy(last, copies / "2", keep_last=1)
     during = [step()]
     while not copy.done:
         during.append(step())
     copy.wait()
     found["step_during_copy_s"] = statistics.median(during)
-    found["restore_s"] = _timed(lambda: restore_snapshot(engines, last))[1]
+    found["restore_s"] = timed(lambda: restore_snapshot(engines, last))[1]
     if os.stat(copies).st_dev != os.stat(snapshots).st_dev:  # else it is linked like the original
-        found["restore_from_copy_s"] = _timed(lambda: restore_snapshot(engines, copies / "2"))[1]
+        found["restore_from_copy_s"] = timed(lambda: restore_snapshot(engines, copies / "2"))[1]
 
     file = copies / "state.pt"
-    found["torch_save_s"] = _timed(lambda: _save(engine, file))[1]
-    found["torch_load_s"] = _timed(
+    found["torch_save_s"] = timed(lambda: _save(engine, file))[1]
+    found["torch_load_s"] = timed(
         lambda: load_state_dict(engine, torch.load(file, mmap=True, weights_only=True))
     )[1]
     return found

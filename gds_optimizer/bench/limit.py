@@ -59,6 +59,8 @@ class LimitFiles:
         self._local = threading.local()
 
     def __enter__(self) -> LimitFiles:
+        for directory in {path.parent for path in self.paths}:
+            _remove_those_of_the_dead(directory)
         try:
             self._allocate()
         except BaseException:
@@ -87,7 +89,7 @@ class LimitFiles:
         if fresh:
             self._remove()
             self._allocate()
-        rate = max(self._rate("write", TASK_BYTES[-1], THREADS[-1]), 0.0)
+        rate = self._rate("write", TASK_BYTES[-1], THREADS[-1])
         self.limit.first_write = max(self.limit.first_write, rate)
 
     def measure(self) -> Limit:
@@ -148,3 +150,12 @@ def _opened(paths: Sequence[Path]) -> Iterator[list[int]]:
             stack.callback(os.close, fd)
             fds.append(fd)
         yield fds
+
+
+def _remove_those_of_the_dead(directory: Path) -> None:
+    """Remove the files that a killed process of this machine left."""
+    for path in directory.glob("gds-optimizer-limit-*.bin"):
+        pid = path.name.split("-")[3]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gds_optimizer.bench.limit import Limit, LimitFiles
 from gds_optimizer.config import StreamConfig
+from gds_optimizer.errors import NoSpaceError
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.plan import Binding
 from gds_optimizer.runtime import Part, Runtime
@@ -107,7 +110,27 @@ class BenchResult:
         )
 
 
-def _synthetic(numel: int, device: torch.device) -> tuple[torch.optim.Optimizer, list[Binding]]:
+def check_room(directories: Sequence[Path], nbytes: int, what: str) -> None:
+    """Refuse at once what cannot fit, before anything is made for it.
+
+    Raises:
+        NoSpaceError: says how many bytes are needed and free.
+    """
+    free = {}
+    for directory in directories:
+        status = os.statvfs(directory)
+        free[os.stat(directory).st_dev] = status.f_bavail * status.f_frsize
+    if nbytes > sum(free.values()):
+        raise NoSpaceError(
+            f"{what} needs {nbytes} bytes in {', '.join(map(str, directories))}, and "
+            f"{sum(free.values())} are free: name larger directories, or fewer parameters (--numel)"
+        )
+
+
+def synthetic_optimizer(
+    numel: int, device: torch.device
+) -> tuple[torch.optim.Optimizer, list[Binding]]:
+    """An AdamW over `numel` bf16 parameters whose fp32 mains are evicted, and its bindings."""
     bindings = []
     for start in range(0, numel, _SHARD_NUMEL):
         count = min(_SHARD_NUMEL, numel - start)
@@ -143,9 +166,10 @@ def run_bench(
     Raises:
         GdsOptimizerError: setting up or a step failed.
     """
-    optimizer, bindings = _synthetic(numel, device)
-    grads = torch.randn(min(numel, _SHARD_NUMEL), device=device) * 0.01
     limit_bytes = min(limit_bytes, 12 * numel)
+    check_room(config.directories, 12 * numel + limit_bytes, "the benchmark")
+    optimizer, bindings = synthetic_optimizer(numel, device)
+    grads = torch.randn(min(numel, _SHARD_NUMEL), device=device) * 0.01
     with LimitFiles(config.directories, limit_bytes) as files:
         files.measure_first_write(fresh=False)
         progress(f"first write {files.limit.first_write:.2f} GB/s")
@@ -155,7 +179,7 @@ def run_bench(
         engine = runtime.engines[0]
         try:
             uninstall = install_step(optimizer, engine.step)
-            initialize, initialize_s = _timed(engine.initialize, engine.drain)
+            _, initialize_s = timed(engine.initialize, engine.drain)
             files.measure_first_write()
             result = BenchResult(
                 str(runtime.report.io_path),
@@ -167,11 +191,10 @@ def run_bench(
                 engine.last_stats,
                 initialize_s,
             )
-            del initialize
             for number in range(steps + 1):
                 for binding in bindings:
                     binding.main.grad = grads[: binding.main.numel()]
-                _, seconds = _timed(optimizer.step, engine.drain)
+                _, seconds = timed(optimizer.step, engine.drain)
                 if number:
                     result.steps.append(engine.last_stats)
                     result.steps_s.append(seconds)
@@ -184,7 +207,7 @@ def run_bench(
     return result
 
 
-def _timed(*actions: Callable[[], Any]) -> tuple[Any, float]:
+def timed(*actions: Callable[[], Any]) -> tuple[Any, float]:
     """Results and seconds of some calls, the device included."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

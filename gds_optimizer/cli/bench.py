@@ -57,7 +57,7 @@ def _count(text: str) -> int:
         value = float(text)
     except ValueError:
         value = 0.0
-    if value < 1 or value != int(value):
+    if not 1 <= value < 2**63 or value != int(value):
         raise argparse.ArgumentTypeError(f"wanted a whole number of at least 1, got {text!r}")
     return int(value)
 
@@ -67,9 +67,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     from gds_optimizer.bench.steps import run_bench
     from gds_optimizer.config import StreamConfig
+    from gds_optimizer.errors import ConfigError
 
     name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.empty(0, device=name).device  # with its index
+    try:
+        device = torch.empty(0, device=name).device  # with its index
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--device is {name!r}, which torch cannot use here ({reason}): wanted cpu, cuda or "
+            "cuda:N"
+        ) from error
     config = StreamConfig(
         directories=tuple(arguments.directories),
         io=arguments.io,

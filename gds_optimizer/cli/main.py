@@ -62,13 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, IoPathError):
             return EXIT_PATH_NOT_TO_BE_HAD
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
-    except KeyboardInterrupt:
-        print("gds-optimizer: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # `| head` is no failure; keep the interpreter from flushing into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OSError as error:
+        print(f"gds-optimizer: error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("gds-optimizer: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return status
 
 

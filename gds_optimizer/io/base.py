@@ -81,6 +81,12 @@ class BucketFile(ABC):
         writes it must have completed before the call, and none may start until `wait` returned.
         """
 
+    def quiesce(self, timeout_s: float) -> None:  # noqa: B027 - optional by design
+        """Wait for transfers that were started, also one whose `Transfer` nobody was given.
+
+        That one is what an interrupt inside of `read` or `write` leaves. Failures are not raised.
+        """
+
     @abstractmethod
     def fileno(self) -> int:
         """A descriptor of the file, for fstat and fsync."""

@@ -37,7 +37,7 @@ from gds_optimizer.io.tasks import (
     open_direct,
     open_error,
 )
-from gds_optimizer.probing.cufile_config import load_cufile_config, probe_config
+from gds_optimizer.probing.cufile_config import load_cufile_config, strict_config
 from gds_optimizer.probing.system import System
 
 POLL_S = 0.0002
@@ -128,7 +128,7 @@ def _forbid_cufile_fallback() -> None:
     directory = tempfile.mkdtemp(prefix="gds-optimizer-")
     path = os.path.join(directory, "cufile.json")
     with open(path, "w") as file:
-        file.write(probe_config(config, directory, allow_compat_mode=False))
+        file.write(strict_config(config))
     atexit.register(_remove_directory, directory, os.getpid())
     os.environ["CUFILE_ENV_PATH_JSON"] = os.environ[_STRICT_CONFIG_VARIABLE] = path
 

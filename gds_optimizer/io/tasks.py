@@ -14,6 +14,7 @@ where the outcome matters.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import os
 import threading
@@ -56,6 +57,9 @@ class Task(Protocol):
     def outcome(self) -> Outcome:
         """Of a task that has ended; asked for once."""
 
+
+_DRAIN_LIMIT_S = 60.0
+"""How long closing, or the interpreter at its end, waits for what is in flight."""
 
 _IN_FLIGHT: set[TaskTransfer] = set()
 """Every transfer with tasks that have not ended: what must outlive its last other reference."""
@@ -119,6 +123,8 @@ class TaskTransfer(Transfer):
         self._failure: str | None = None
         self._is_settled = False
         self._got: str | int | None = None
+        # Before anything starts: an interrupt may come at any line.
+        file.transfers.add(self)
         _IN_FLIGHT.add(self)
         for start in range(0, self.nbytes, file.task_size_bytes):
             part = buffer[start : start + file.task_size_bytes]
@@ -227,9 +233,12 @@ class TaskFile(BucketFile):
         if self.is_closed:
             raise ClosedError(f"{operation} of {self.path}: the file is closed")
         check_transfer(buffer, file_offset, self.backend.device)
-        transfer = TaskTransfer(self, operation, buffer, file_offset)
-        self.transfers.add(transfer)
-        return transfer
+        return TaskTransfer(self, operation, buffer, file_offset)
+
+    def quiesce(self, timeout_s: float) -> None:
+        for transfer in list(self.transfers):
+            with contextlib.suppress(IoError):
+                transfer.wait(timeout_s)
 
     def close(self) -> None:
         """Close the descriptors. May be called again.
@@ -248,16 +257,30 @@ class TaskFile(BucketFile):
             )
         self.drain_and_close()
 
-    def drain_and_close(self) -> None:
-        """Wait for what is in flight, then close; raises `IoError` as `close` does."""
+    def drain_and_close(self, deadline_s: float | None = None) -> None:
+        """Wait for what is in flight, then close; raises `IoError` as `close` does.
+
+        Args:
+            deadline_s: when to give up, by `time.monotonic`; by default in a minute.
+
+        Raises:
+            IoTimeoutError: something has not ended by then; its descriptors stay open.
+        """
         if self.is_closed:
             return
+        if deadline_s is None:
+            deadline_s = time.monotonic() + _DRAIN_LIMIT_S
         failure: IoError | None = None
+        stuck: IoTimeoutError | None = None
         for transfer in list(self.transfers):
             try:
-                transfer.wait()
+                transfer.wait(max(deadline_s - time.monotonic(), 0.0))
+            except IoTimeoutError as error:
+                stuck = stuck or error
             except IoError as error:
                 failure = failure or error
+        if stuck is not None:
+            raise stuck
         self.is_closed = True
         self.release()
         if failure is not None:
@@ -332,18 +355,26 @@ class TaskBackend(IoBackend):
 
         Raises:
             IoError: a transfer that nobody has waited for had failed; the backend is closed.
+            IoTimeoutError: a transfer has not ended within a minute; its file and the threads
+                stay as they are.
             ForkedError: in a forked child.
         """
         check_process(self.pid, f"the {self.io_path} I/O backend")
         if self.is_closed:
             return
         self.is_closed = True
+        deadline_s = time.monotonic() + _DRAIN_LIMIT_S
         failure: IoError | None = None
+        stuck: IoTimeoutError | None = None
         for file in list(self.files):
             try:
-                file.drain_and_close()
+                file.drain_and_close(deadline_s)
+            except IoTimeoutError as error:
+                stuck = stuck or error
             except IoError as error:
                 failure = failure or error
+        if stuck is not None:
+            raise stuck
         self.release()
         if failure is not None:
             raise failure
@@ -352,10 +383,11 @@ class TaskBackend(IoBackend):
 @atexit.register
 def _drain_at_exit() -> None:
     failure: IoError | None = None
+    deadline_s = time.monotonic() + _DRAIN_LIMIT_S
     for transfer in list(_IN_FLIGHT):
         if transfer.pid == os.getpid():  # a forked child has copies of its parent's
             try:
-                transfer.wait()
+                transfer.wait(max(deadline_s - time.monotonic(), 0.0))
             except IoError as error:
                 failure = failure or error
     if failure is not None:

@@ -18,6 +18,7 @@ import torch
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import EvictedTensor, captured_copies, evict_
+from gds_optimizer.frozen_check import FrozenCheck
 from gds_optimizer.mapped_state import freeze_mapped, map_state
 from gds_optimizer.megatron import checkpoint
 from gds_optimizer.megatron.deferred import mains_deferred
@@ -90,7 +91,7 @@ def streamed_class(base: Any) -> Any:
             self._binding_of = {
                 shard.model_param: number for number, shard in enumerate(named_shards(self))
             }
-            self._uninstall_step = install_step(self.optimizer, engine.step)
+            install_step(self.optimizer, engine.step)
 
         @property
         def engine(self) -> Engine | None:
@@ -105,7 +106,7 @@ def streamed_class(base: Any) -> Any:
         def close(self) -> None:
             """Wait for the last writes and remove the state from disk: the last call."""
             if self._engine is not None and self._runtime is not None:
-                self._uninstall_step()
+                # The engine's step stays: it says that it is closed.
                 self._runtime.close_engine(self._engine)
 
         # ------------------------------------------------------------------ the step
@@ -197,7 +198,8 @@ def streamed_class(base: Any) -> Any:
             async_save = self._runtime is not None and self._runtime.config.async_save
             try:
                 if self._engine is not None and async_save and not is_loading:
-                    map_state(self._engine, verify=False)  # reading it all would hold training up
+                    # Reading it all now would hold training up: `FrozenCheck` does it meanwhile.
+                    map_state(self._engine, verify=False)
                 state_dict = super().sharded_state_dict(
                     model_sharded_state_dict or {}, is_loading, **kwargs
                 )
@@ -207,6 +209,7 @@ def streamed_class(base: Any) -> Any:
                 state_dict[checkpoint.STREAMED_MARK] = True
             if self._engine is not None and async_save and not is_loading:
                 freeze_mapped(self._engine)
+                FrozenCheck(self._engine)
             return state_dict
 
         def sharded_param_state_fully_reshardable(

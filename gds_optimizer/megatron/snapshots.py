@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from gds_optimizer.engine import Engine
-from gds_optimizer.megatron.shards import distributed_optimizers
+from gds_optimizer.errors import UnsupportedError
+from gds_optimizer.megatron.shards import distributed_optimizers, named_shards
 from gds_optimizer.snapshot import Placement
 from gds_optimizer.snapshots import SnapshotCopy, restore_snapshot, take_snapshot
 
@@ -36,11 +37,28 @@ def _parallel_sizes() -> dict[str, int]:
     }
 
 
+def _why_not(optimizer: Any) -> str:
+    """Why there would be nothing of this rank in a snapshot though it has parameters, or ""."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    parts = [p for p in distributed_optimizers(optimizer) if isinstance(p, DistributedOptimizer)]
+    if not parts:
+        return f"{type(optimizer).__name__} has no DistributedOptimizer"
+    for part in parts:
+        if getattr(part, "engine", None) is None and any(True for _ in named_shards(part)):
+            return f"the state of {type(part).__name__} is not streamed"
+    return ""
+
+
 def _engines(optimizer: Any) -> tuple[dict[str, Engine], Placement]:
-    """This rank's engines by name, and where this rank is.
+    """This rank's engines by name, and where this rank is. Every rank calls it.
 
     Ranks with the same index of the data-parallel group hold parts of the same parameters;
     experts have groups of their own.
+
+    Raises:
+        UnsupportedError: on all ranks, if the optimizer is not streamed on one of them, or no rank
+            has anything that is. A rank that owns no parameter needs no engine.
     """
     initialized = dist.is_initialized()
     placement = Placement(
@@ -58,6 +76,17 @@ def _engines(optimizer: Any) -> tuple[dict[str, Engine], Placement]:
                 "model": part.data_parallel_group_idx,
                 "dp": part.data_parallel_group.rank(),
             }
+    found = placement.together(
+        "looking for streamed state", lambda: (_why_not(optimizer), len(engines))
+    )
+    problems = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(found) if why]
+    if not problems and not any(count for _, count in found):
+        problems = ["no rank has parameters whose state is streamed"]
+    if problems:
+        raise UnsupportedError(
+            f"snapshots are of streamed state ({problems[0]}): build the optimizer inside "
+            "`streamed_optimizer`, give it to `attach`, or save a checkpoint of Megatron's instead"
+        )
     return engines, placement
 
 
@@ -74,6 +103,7 @@ def snapshot(optimizer: Any, path: str | Path, *, keep_last: int | None = None) 
             left there.
 
     Raises:
+        UnsupportedError: the optimizer is not streamed.
         SnapshotError, NoSpaceError, StepFailedError: see `take_snapshot`.
     """
     engines, placement = _engines(optimizer)
@@ -90,6 +120,7 @@ def restore(optimizer: Any, path: str | Path) -> int:
         The step that it was taken after.
 
     Raises:
+        UnsupportedError: the optimizer is not streamed.
         SnapshotError: it is incomplete or damaged (names the bucket), or does not fit.
     """
     engines, placement = _engines(optimizer)
@@ -110,8 +141,8 @@ def copy_snapshot(
     """Copy a snapshot to other storage in the background while training goes on.
 
     Every rank calls it. The copy is a snapshot like any other once `snapshot.json` is in it, which
-    comes last. A failure is logged, again when the optimizer's next step begins, and raised by
-    `wait` of what is returned; earlier copies stay as they are.
+    comes last. A failure on one rank is one on all: it is logged, again when the optimizer's next
+    step begins, and raised by `wait` of what is returned; earlier copies stay as they are.
 
     Args:
         optimizer: says which part is this rank's.
@@ -125,6 +156,7 @@ def copy_snapshot(
         A handle: progress, waiting, giving up.
 
     Raises:
+        UnsupportedError: the optimizer is not streamed.
         SnapshotError: the source is incomplete or damaged, or the target is taken.
         OSError: the target cannot be made.
     """

@@ -72,19 +72,31 @@ def load_cufile_config(system: System, env: Mapping[str, str]) -> CufileConfig:
     return CufileConfig(source, data)
 
 
+def strict_config(config: CufileConfig) -> str:
+    """The user's settings as JSON text with cuFile's fallback forbidden; nothing else changes."""
+    return json.dumps(_changed(config, properties={"allow_compat_mode": False}))
+
+
 def probe_config(config: CufileConfig, log_dir: str, *, allow_compat_mode: bool) -> str:
     """The user's settings as JSON text, with cuFile's fallback allowed or forbidden.
 
     `force_compat_mode` is left as the user has it: the run would obey it too.
     """
+    return json.dumps(
+        _changed(
+            config,
+            properties={"allow_compat_mode": allow_compat_mode},
+            logging={"dir": log_dir, "level": "ERROR"},
+            # Level 3 counts operations by the path they really took.
+            profile={"cufile_stats": 3},
+        )
+    )
+
+
+def _changed(config: CufileConfig, **sections: dict[str, Any]) -> dict[str, Any]:
     data = copy.deepcopy(config.data)
-    for section, values in (
-        ("properties", {"allow_compat_mode": allow_compat_mode}),
-        ("logging", {"dir": log_dir, "level": "ERROR"}),
-        # Level 3 counts operations by the path they really took.
-        ("profile", {"cufile_stats": 3}),
-    ):
+    for section, values in sections.items():
         if not isinstance(data.get(section), dict):
             data[section] = {}
         data[section].update(values)
-    return json.dumps(data)
+    return data

@@ -148,6 +148,8 @@ def run_fork(kind: str, directory: Path) -> None:
 
 def run_interrupt(kind: str, directory: Path) -> None:
     """Ctrl-C in the middle of a step stays a KeyboardInterrupt, and everything can be closed."""
+    # A shell that starts something in the background has it ignore the signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     InTheMiddle.event = staticmethod(lambda: os.kill(os.getpid(), signal.SIGINT))
     run = StreamedOptimizer(directory, InTheMiddle, first_values(SIZES), kind=kind, slots=3)
     InTheMiddle.engine = run.engine

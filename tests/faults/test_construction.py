@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gds_optimizer import runtime as module
+from gds_optimizer.bucket_state import BucketState
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import IoError, NoSpaceError, StepFailedError, StoreLockedError
@@ -20,10 +21,12 @@ from gds_optimizer.evicted import evicted_like
 from gds_optimizer.io import CuFileBackend, DirectBackend
 from gds_optimizer.io.tasks import TaskBackend
 from gds_optimizer.lock import OwnedDirectory
+from gds_optimizer.pipeline import Ranges
 from gds_optimizer.plan import Binding
 from gds_optimizer.probe import ProbeReport, decide_io_path
 from gds_optimizer.runtime import Part, Runtime
-from gds_optimizer.slots import SlotPool
+from gds_optimizer.scalars import Scalars
+from gds_optimizer.slots import Slot, SlotPool
 from tests.support import io_backends
 from tests.support.engines import (
     SMALL_BUCKET_BYTES,
@@ -147,18 +150,19 @@ def test_opening_the_files(tmp_path, monkeypatch, number):
 def test_writing_the_first_mains(tmp_path, monkeypatch, number):
     """The writes are refused by the kernel, from the `number`-th bucket on."""
     filled = [0]
-    fill = Engine._fill_main_from_model
+    visit = Engine._visit_initial
 
-    def limited(self: Engine, index: int, main: torch.Tensor) -> None:
-        fill(self, index, main)
+    def limited(self: Engine, index: int, slot: Slot, from_disk: bool) -> Ranges:
+        ranges = visit(self, index, slot, from_disk)
         filled[0] += 1
         if filled[0] == number + 1:
             self.pipeline.drain()
             stack.__enter__()
+        return ranges
 
     stack = file_size_limit(4096)
     with nothing_left(tmp_path), monkeypatch.context() as patch:
-        patch.setattr(Engine, "_fill_main_from_model", limited)
+        patch.setattr(Engine, "_visit_initial", limited)
         try:
             with pytest.raises(StepFailedError, match=WRITES) as caught:
                 build(tmp_path)
@@ -203,7 +207,7 @@ def test_registering_the_slots(tmp_path, monkeypatch, kind, number):
 @pytest.mark.parametrize("number", [0, 1])
 def test_making_the_engines(tmp_path, monkeypatch, number):
     with nothing_left(tmp_path), monkeypatch.context() as patch:
-        fail_at(patch, Engine, "adopt_scalars", number, ValueError("odd state"))
+        fail_at(patch, Scalars, "adopt", number, ValueError("odd state"))
         with pytest.raises(ValueError, match="odd state"):
             build(tmp_path)
     assert_works(tmp_path)
@@ -230,11 +234,11 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 
 
 def test_an_interrupt(tmp_path, monkeypatch):
-    def interrupt(self: Engine, index: int, main: torch.Tensor) -> None:
+    def interrupt(self: BucketState, index: int, main: torch.Tensor) -> None:
         raise KeyboardInterrupt
 
     with nothing_left(tmp_path), monkeypatch.context() as patch:
-        patch.setattr(Engine, "_fill_main_from_model", interrupt)
+        patch.setattr(BucketState, "fill_main_from_model", interrupt)
         with pytest.raises(KeyboardInterrupt):
             build(tmp_path)
     assert_works(tmp_path)

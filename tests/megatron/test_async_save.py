@@ -11,6 +11,7 @@ import functools
 import gc
 import inspect
 import os
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
+from gds_optimizer.errors import CorruptBucketError
 from gds_optimizer.megatron.cpu import replaced
 from gds_optimizer.megatron.shards import distributed_optimizers
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig, sync_model_params
@@ -37,6 +39,7 @@ from tests.megatron.checkpointing import (
 )
 from tests.megatron.harness import compare_records
 from tests.megatron.streaming import SMALL_BUCKET_BYTES, Streaming
+from tests.support.snapshots import flip
 
 pytestmark = pytest.mark.megatron
 
@@ -155,6 +158,45 @@ class NoteMaps:
         )
 
 
+@dataclass(frozen=True)
+class HandOutDamaged:
+    """Give a writer a bucket with a wrong bit, which is put right before training goes on.
+
+    Notes what is raised when the next step begins.
+    """
+
+    format: str
+
+    def __call__(self, context: Context) -> None:
+        engines = [
+            part.engine
+            for part in distributed_optimizers(context.optimizer)
+            if not part.is_stub_optimizer
+        ]
+        path = engines[-1].store.paths[0]
+        engines[-1].settle()
+        flip(path, 20)
+        state = sharded_state(
+            context.chunks,
+            context.optimizer,
+            checkpoint(0, self.format, context.completed),
+            is_loading=False,
+        )
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint-check":
+                thread.join()
+        flip(path, 20)
+        del state
+        raised = []
+        for engine in engines:
+            while engine.before_step:
+                with pytest.raises(CorruptBucketError) as failure:
+                    engine.before_step.pop()()
+                raised.append(str(failure.value))
+        context.result.notes["raised"] = raised
+        context.result.notes["path"] = str(path)
+
+
 # ---------------------------------------------------------------------- runs
 
 
@@ -169,6 +211,7 @@ def add_runs(size: int) -> None:
     config = CONFIGS[size]
     add(size, "plain", config=config, actions={EARLY: (Look(),), LATE: (Look(),)})
     for kind in FORMATS:
+        add(size, f"{kind}/damaged", config=config, actions={EARLY: (HandOutDamaged(kind),)})
         add(
             size,
             kind,
@@ -208,6 +251,21 @@ def test_training_does_not_notice(results, size, kind):
         compare_records(plain.record, saved.record)
         compare_moments(plain.moments[LATE], saved.moments[LATE])
         compare_moments(plain.moments[STEPS], saved.moments[STEPS])
+        assert not any("must not be used" in line for line in saved.log)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_wrong_bit_is_not_written_without_a_word(results, size, kind):
+    """It is logged, and raised when the next step begins; training is not touched."""
+    for plain, damaged in zip(
+        results(size, "plain"), results(size, f"{kind}/damaged"), strict=True
+    ):
+        (message,) = damaged.notes["raised"]
+        assert f"must not be used: bucket 0 in {damaged.notes['path']} is not what" in message
+        assert [line for line in damaged.log if "must not be used" in line] == [message]
+        compare_records(plain.record, damaged.record)
+        compare_moments(plain.moments[STEPS], damaged.moments[STEPS])
 
 
 @pytest.mark.parametrize("step", [EARLY, LATE])

@@ -23,6 +23,7 @@ import torch
 
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import (
+    ClosedError,
     EvictedReadError,
     IoError,
     IoPathError,
@@ -763,7 +764,7 @@ def use_after_close_is_refused(directory: Path) -> None:
             close(optimizer)
             assert leftovers(directory) == []
 
-    with pytest.raises(Exception, match=r"is closed|on disk between optimizer steps"):
+    with pytest.raises(ClosedError, match="is closed"):
         run(SMALL, stream_config(directory), after_step=close_early)
 
 

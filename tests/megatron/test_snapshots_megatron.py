@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from gds_optimizer.errors import SnapshotError
+from gds_optimizer.errors import SnapshotError, UnsupportedError
 from gds_optimizer.megatron import copy_snapshot, restore, snapshot
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
 from gds_optimizer.snapshot_read import all_parts, verify
@@ -117,6 +117,30 @@ class RestoreRefused:
             context.result.notes["refusal"] = str(error)
 
 
+@dataclass(frozen=True)
+class NotStreamed:
+    """None of the three does anything for an optimizer whose state is resident."""
+
+    kept: str
+
+    def __call__(self, context: Context) -> None:
+        kept = path_of(context, self.kept)
+        torch.distributed.barrier()
+        before = hashes(kept)
+        torch.distributed.barrier()
+        for call in (
+            lambda: snapshot(context.optimizer, kept.parent / "resident", keep_last=1),
+            lambda: restore(context.optimizer, kept),
+            lambda: copy_snapshot(context.optimizer, kept, kept.parent / "resident"),
+        ):
+            with pytest.raises(UnsupportedError, match=r"not streamed\): build .*`attach`"):
+                call()
+        torch.distributed.barrier()
+        assert hashes(kept) == before
+        assert not (kept.parent / "resident").exists()
+        context.result.notes["refused"] = 3
+
+
 def resumed(config: TinyGptConfig, name: str, streaming: Streaming, at: int = TAKEN) -> Run:
     return Run(
         config=replace(config, first_step=at),
@@ -201,6 +225,7 @@ def restoring_on_one() -> dict[str, Run]:
             runs[f"{name}/{at}/{streaming}"] = run
     runs["lazy/0/same"] = resumed(gpt(), "lazy-0", STREAMING, 0)
     runs["lazy/0/other"] = resumed(gpt(), "lazy-0", OTHER_STREAMING, 0)
+    runs["adamw/resident"] = Run(config=gpt(), actions={1: (NotStreamed(f"adamw-{TAKEN}"),)})
     runs["kept/2/same"] = resumed(gpt(), "copied", STREAMING, 2)
     runs["kept/3/other"] = resumed(gpt(), "copied later", OTHER_STREAMING, 3)
     runs["kept/5/same"] = resumed(gpt(), "kept/5", STREAMING, 5)
@@ -240,6 +265,9 @@ def restoring_on(size: int) -> dict[str, Run]:
         )
     if size == 2:
         runs["tp_dp/snapshot"] = resumed(WIDE["tp_dp"], "tp_dp", OTHER_STREAMING)
+        runs["dp_small/resident"] = Run(
+            config=PARALLEL["dp_small"], actions={1: (NotStreamed("tp_dp"),)}
+        )
         refused = {
             "tp to dp": (gpt(), "tp_dp"),
             "tp to pp": (gpt(pipeline_parallel=2, layers=2), "tp_dp"),
@@ -442,6 +470,16 @@ def test_what_does_not_fit_is_refused_on_all_ranks(results, run, message):
     ranks = results("restore2", run)
     for result in ranks:
         assert message in result.notes["refusal"]
+        assert len(result.record.steps) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("stage", "run"), [("restore1", "adamw/resident"), ("restore2", "dp_small/resident")]
+)
+def test_an_optimizer_that_is_not_streamed_is_refused(results, stage, run):
+    """On all ranks alike, also on one that owns no parameter; snapshots are as they were."""
+    for result in results(stage, run):
+        assert result.notes["refused"] == 3
         assert len(result.record.steps) == STEPS
 
 

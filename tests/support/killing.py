@@ -5,6 +5,7 @@ What is chosen is counted in the child alone, which is forked for it: no code of
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -75,7 +76,7 @@ class Countdown:
 
 
 def killed_at(at: int, work: Callable[[Countdown], None]) -> int | None:
-    """Do `work` in a forked child that is to die at the `at`-th call.
+    """Do `work` in a forked child that is to die at the `at`-th call, with all that it started.
 
     Returns:
         None if it died; if it came to its end before, how many calls it has made.
@@ -85,6 +86,7 @@ def killed_at(at: int, work: Callable[[Countdown], None]) -> int | None:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        os.setpgid(0, 0)
         os.close(reading)
         status = 1
         try:
@@ -97,9 +99,12 @@ def killed_at(at: int, work: Callable[[Countdown], None]) -> int | None:
             os.write(writing, traceback.format_exc().encode()[-60000:])
         os._exit(status)
     os.close(writing)
+    _, status = os.waitpid(child, 0)  # what it says fits the pipe
+    # Processes that it forked hold the pipe open, and may wait for it for ever.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
     with open(reading, "rb") as pipe:
         said = pipe.read().decode()
-    _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
         return None

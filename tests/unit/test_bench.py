@@ -14,6 +14,7 @@ import torch
 from gds_optimizer.bench.limit import LimitFiles
 from gds_optimizer.bench.steps import run_bench
 from gds_optimizer.config import StreamConfig
+from gds_optimizer.errors import NoSpaceError
 from gds_optimizer.telemetry import PHASES
 
 NUMEL = 100_000
@@ -83,6 +84,25 @@ def test_limit_files_are_removed_when_measuring_fails(tmp_path):
 
     with pytest.raises(OSError, match="moved"):
         measure()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_a_killed_run_are_removed(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    of_the_dead = tmp_path / f"gds-optimizer-limit-{dead.pid}-00000.bin"
+    of_the_living = tmp_path / "gds-optimizer-limit-1-00000.bin"
+    for path in (of_the_dead, of_the_living):
+        path.touch()
+    with LimitFiles([tmp_path], LIMIT_BYTES):
+        assert not of_the_dead.exists()
+    assert list(tmp_path.iterdir()) == [of_the_living]
+
+
+def test_what_cannot_fit_is_refused_at_once(tmp_path):
+    config = StreamConfig(directories=(tmp_path,), io="host")
+    with pytest.raises(NoSpaceError, match=r"the benchmark needs 12.* bytes in .* are free"):
+        run_bench(config, numel=10**13, steps=1, device=torch.device("cpu"))
     assert list(tmp_path.iterdir()) == []
 
 

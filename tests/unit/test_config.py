@@ -156,6 +156,8 @@ REJECTED = [
     ("io_task_size", "2GiB", "to 1073741824"),
     ("io_task_size", "-4KiB", "a size such as"),
     ("io_timeout_s", 0, "more than 0"),
+    ("io_timeout_s", 86_401, "at most 86400"),
+    ("io_timeout_s", float("inf"), "at most 86400"),
     ("io_timeout_s", -1.0, "more than 0"),
     ("io_timeout_s", float("nan"), "more than 0"),
 ]
@@ -196,6 +198,23 @@ def test_one_directory_twice_is_rejected(directory, monkeypatch):
     monkeypatch.chdir(directory)
     with pytest.raises(ConfigError, match=f"^directories names one twice: {directory}"):
         StreamConfig(directories=(directory, "."))
+
+
+@pytest.mark.parametrize("name", ["", "x" * 5000])
+def test_what_is_no_name_is_rejected(name):
+    with pytest.raises(ConfigError, match=r"^directories"):
+        StreamConfig(directories=(name,))
+
+
+def test_a_size_beyond_all_drives_is_rejected(directory):
+    with pytest.raises(ConfigError, match=r"^bucket_size: wanted a size below"):
+        config(directory, bucket_size="9" * 400)
+
+
+def test_one_directory_by_two_names_is_rejected(directory, tmp_path):
+    (tmp_path / "link").symlink_to(directory)
+    with pytest.raises(ConfigError, match=r"^directories: .* and .*link are the same directory"):
+        StreamConfig(directories=(directory, tmp_path / "link"))
 
 
 # --- flags ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import io
 import json
+import pkgutil
 import re
 import shlex
 import tomllib
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 
+import gds_optimizer
 from gds_optimizer import checksum as checksum_module
 from gds_optimizer import codecs, errors, footer, plan, self_check
 from gds_optimizer import config as config_module
@@ -225,6 +227,16 @@ def test_shell_commands_are_accepted(name, line, code):
             assert words[1] == "install", where
         else:
             assert words[0].startswith("scripts/"), where
+
+
+def test_every_module_has_its_place_in_the_table():
+    rows = table(HOW, "module")
+    named = {name.removeprefix("gds_optimizer.") for cell, _ in rows for name in code_of(cell)}
+    families = tuple(name.removesuffix("*") for name in named if name.endswith("*"))
+    modules = {info.name for info in pkgutil.iter_modules(gds_optimizer.__path__)}
+    missing = {m for m in modules - named if not m.startswith(families)}
+    assert missing == set()
+    assert {name for name in named if not name.endswith("*")} <= modules
 
 
 def test_the_front_end_can_be_started_as_a_module():

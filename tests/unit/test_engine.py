@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -826,6 +828,101 @@ def test_statistics_add_up(tmp_path):
 
 
 # Misuse
+
+
+def test_bytes_that_go_another_way_are_reported_once(tmp_path, monkeypatch, caplog):
+    with streamed(tmp_path) as run:
+        way = str(run.backend.io_path)
+        counters = {f"{way}.read": 8, "elsewhere.total": 0}
+        monkeypatch.setattr(run.backend, "counters", lambda: counters)
+        run.step(grads_of(SIZES, 0))
+        assert caplog.records == []
+        counters["elsewhere.total"] = 4096
+        run.step(grads_of(SIZES, 0))
+        run.step(grads_of(SIZES, 0))
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert f"the I/O path is {way}, but" in record.message
+        assert "elsewhere" in record.message
+
+
+class InTheMiddle(torch.optim.AdamW):
+    """An optimizer whose step is interrupted, as a signal handler would."""
+
+    interruption: Callable[[], Any] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if type(self).interruption is not None:
+            type(self).interruption()
+        return super().step(closure)
+
+
+def test_nothing_else_happens_in_the_middle_of_a_step(tmp_path, monkeypatch):
+    refused: list[str] = []
+    (tmp_path / "b").mkdir()
+    with streamed(tmp_path, InTheMiddle) as run, streamed(tmp_path / "b", InTheMiddle) as reference:
+
+        def interrupt() -> None:
+            for use in (run.engine.read_state, run.engine.drain, run.engine.settle):
+                with pytest.raises(UnsupportedError, match="in the middle of a step"):
+                    use()
+                refused.append(use.__name__)
+            with (
+                pytest.raises(UnsupportedError, match="between two steps"),
+                run.engine.materialized(run.mains),
+            ):
+                pass
+
+        for step in range(3):
+            monkeypatch.setattr(InTheMiddle, "interruption", staticmethod(interrupt))
+            run.step(grads_of(SIZES, step))
+            monkeypatch.setattr(InTheMiddle, "interruption", None)
+            reference.step(grads_of(SIZES, step))
+        assert refused
+        found, wanted = run.engine.read_state(), reference.engine.read_state()
+        for shard, values in wanted.items():
+            for name, value in values.items():
+                assert same_bits(found[shard][name], value), (shard, name)
+
+
+def test_another_thread_is_refused_in_the_middle_of_a_step(tmp_path, monkeypatch):
+    refused: list[bool] = []
+    with streamed(tmp_path, InTheMiddle) as run:
+
+        def read() -> None:
+            with pytest.raises(UnsupportedError, match="from one thread"):
+                run.engine.read_state()
+            refused.append(True)
+
+        def interrupt() -> None:
+            thread = threading.Thread(target=read)
+            thread.start()
+            thread.join()
+
+        monkeypatch.setattr(InTheMiddle, "interruption", staticmethod(interrupt))
+        run.step(grads_of(SIZES, 0))
+    assert refused
+
+
+def test_state_put_into_the_optimizer_itself_is_refused(tmp_path):
+    with streamed(tmp_path) as run:
+        run.step(grads_of(SIZES, 0))
+        main = run.mains[0]
+        run.optimizer.state[main] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(SIZES[0])}
+        with pytest.raises(UnsupportedError, match="exp_avg of p0 was put into the optimizer"):
+            run.step(grads_of(SIZES, 1))
+
+
+def test_a_failure_is_a_new_exception_every_time(tmp_path):
+    with streamed(tmp_path) as run:
+        run.engine._failure = StepFailedError("torn")
+        found = []
+        for _ in range(2):
+            with pytest.raises(StepFailedError, match="torn") as caught:
+                run.engine.check_usable()
+            found.append(caught.value)
+        assert found[0] is not found[1]
+        run.engine._failure = None
 
 
 def test_a_parameter_that_joins_later_is_refused(tmp_path):

@@ -42,21 +42,23 @@ ORDER = (
     ("mapping",),
     ("mapped_state",),
     ("direct_file",),
+    ("frozen_check",),
     ("jsonvalues",),
     ("checkpoint",),
     ("snapshot",),
     ("snapshot_files",),
     ("snapshot_read",),
+    ("snapshot_match",),
+    ("snapshot_reshard",),
     ("snapshot_restore",),
     ("snapshot_copy",),
     ("snapshots",),
-    ("self_check",),
-    ("runtime",),
     ("pytorch", "megatron"),
     ("demo", "bench"),
     ("cli",),
 )
 RANKS = {part: rank for rank, parts in enumerate(ORDER) for part in parts}
+assert len(RANKS) == sum(map(len, ORDER)), "a part has two places"
 FRONT_END_RANK = RANKS["pytorch"]
 
 

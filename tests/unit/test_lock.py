@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gds_optimizer import lock
-from gds_optimizer.errors import StoreLockedError
+from gds_optimizer.errors import ConfigError, StoreLockedError
 from gds_optimizer.lock import LOCK_NAME, OwnedDirectory, reclaim_dead
 from tests.support.engines import in_child, leftovers
 
@@ -250,6 +250,42 @@ def test_dead_ranks_are_reclaimed_and_everything_else_is_left(tmp_path, start):
     assert not (tmp_path / "rank00011").exists()
     living.do("close")
     owned.close()
+
+
+@pytest.mark.parametrize("boot", ["this", "another", ""])
+def test_a_dead_container_s_scratch_is_known_by_the_kernel(tmp_path, boot):
+    """Its host name is gone with it; the kernel that knows its locks is still there."""
+    dead = tmp_path / "rank00005" / "opt0"
+    dead.mkdir(parents=True)
+    (dead / "bucket00000.bin").write_bytes(b"x")
+    owner = {"pid": 1, "host": "elsewhere", "boot": lock._boot_id() if boot == "this" else boot}
+    (dead / LOCK_NAME).write_text(json.dumps(owner))
+    reclaim_dead(tmp_path, keep=tmp_path / "rank00000" / "opt0")
+    assert dead.exists() == (boot != "this")
+
+
+def test_a_lock_that_is_a_symbolic_link_is_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("thesis")
+    directory = tmp_path / "rank00000" / "opt0"
+    directory.mkdir(parents=True)
+    for target in (precious, tmp_path / "nowhere"):
+        (directory / LOCK_NAME).symlink_to(target)
+        with pytest.raises(ConfigError, match="is a symbolic link"):
+            OwnedDirectory.acquire(directory)
+        (directory / LOCK_NAME).unlink()
+    assert precious.read_text() == "thesis"
+
+
+def test_only_names_of_ours_are_scratch(tmp_path):
+    directory = tmp_path / "rank00000" / "opt0"
+    directory.mkdir(parents=True)
+    ours = {"bucket00000.bin", "bucket123456.bin", "bucket00001.spare.bin", "layout.json"}
+    theirs = {"bucket_of_fish.bin", "bucket1.bin", "bucket00000.bin.bak", "layout.json5"}
+    for name in ours | theirs:
+        (directory / name).touch()
+    OwnedDirectory.acquire(directory).close()
+    assert {path.name for path in directory.iterdir()} == theirs
 
 
 def test_files_of_others_survive_acquire_and_close(tmp_path):

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gds_optimizer import pipeline as module
 from gds_optimizer.errors import (
     CorruptBucketError,
     GdsOptimizerError,
@@ -692,6 +693,39 @@ def test_a_stuck_write_of_another_pipeline_costs_its_slot_only():
     with pytest.raises(IoTimeoutError, match=r"bucket00003\.bin"):
         first.pipeline.drain()
     assert first.pipeline.unfinished_writes == {3}
+
+
+def test_stuck_transfers_are_not_waited_for_one_after_the_other(monkeypatch):
+    """All three slots are stuck: the limit is waited for once, and a little for the rest."""
+    rig = Rig(3)
+    rig.pipeline.timeout_s = 100.0
+    rig.script.stuck |= {("read", bucket) for bucket in range(3)}
+    now_s, limits_s = [0.0], []
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
+    wait = ScriptedTransfer.wait
+
+    def waits(self: ScriptedTransfer, timeout_s: float | None = None) -> None:
+        limits_s.append(timeout_s)
+        now_s[0] += timeout_s if self.key in rig.script.stuck else 0.0
+        wait(self, timeout_s)
+
+    monkeypatch.setattr(ScriptedTransfer, "wait", waits)
+    with pytest.raises(IoTimeoutError, match=r"bucket00000\.bin.*in 100\.0 s"):
+        rig.run()
+    assert limits_s[0] == 100.0
+    assert len(limits_s) > 2
+    assert now_s[0] == 100.0 + module._STUCK_WAIT_S
+
+
+def test_slots_are_given_back_when_the_kernels_of_a_failed_visit_have_ended(monkeypatch):
+    rig = Rig(2)
+    rig.visit_fails[1] = ValueError("odd")
+    seen = []
+    monkeypatch.setattr(rig.pool, "synchronize_compute", lambda: seen.append(rig.states()))
+    with pytest.raises(ValueError, match="odd"):
+        rig.run()
+    assert any(SlotState.COMPUTING in states for states in seen)
+    assert set(rig.states()) == {SlotState.FREE}
 
 
 class StuckTransfer(ScriptedTransfer):

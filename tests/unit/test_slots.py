@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from gds_optimizer.io.base import BucketFile, IoBackend, IoPath
-from gds_optimizer.slots import SlotPool, SlotState
+from gds_optimizer.slots import SlotPool, SlotState, Usage
 
 
 class RecordingBackend(IoBackend):
@@ -168,3 +169,35 @@ def test_the_streams_of_a_gpu_are_nothing_on_a_cpu():
     pool.synchronize_compute()
     assert int(pool.slots[0].buffer.sum()) == 3 * 4096
     pool.close()
+
+
+# Who uses it
+
+
+def test_one_user_at_a_time():
+    usage = Usage()
+    seen = []
+
+    def other() -> None:
+        with usage.hold(is_pass=False) as is_held:
+            seen.append(is_held)
+
+    def ask_another_thread() -> bool:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return seen.pop()
+
+    assert ask_another_thread()
+    with usage.hold(is_pass=False) as is_held:
+        assert is_held
+        assert not ask_another_thread()
+        with usage.hold(is_pass=True) as is_held_again:
+            assert is_held_again
+            # A signal handler would run here, in the same thread.
+            with usage.hold(is_pass=False) as in_the_middle:
+                assert not in_the_middle
+        with usage.hold(is_pass=True) as afterwards:
+            assert afterwards
+        assert not ask_another_thread()
+    assert ask_another_thread()

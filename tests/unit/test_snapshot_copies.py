@@ -517,42 +517,184 @@ def test_older_parts_in_the_target_do_not_count(tmp_path, three, gate):
     assert hashes(target) == hashes(tmp_path / "later")
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_s_failure(tmp_path, three, rank, monkeypatch, caplog):
-    """Nobody declares the copy whole; rank 0 gives up when it sees that another has."""
+def all_failed(copies: list[SnapshotCopy], rank: int, message: str) -> None:
+    """`rank` says why, rank 0 that it has given up, the others that rank 0 has; nothing is left."""
+    for number, copy in enumerate(copies):
+        told = f"rank {rank} has given up" if number == 0 else "rank 0 has given up"
+        with pytest.raises(SnapshotError, match=message if number == rank else told):
+            copy.wait()
+    assert not copies[0].target.exists()
+    assert not being_copied()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that is nowhere to be seen is given up soon."""
     monkeypatch.setattr(snapshot_copy, "_VANISHED_S", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_s_failure(tmp_path, three, rank, caplog):
+    """It is one on all ranks: nobody keeps a part, and each says so when its next step begins."""
     file = tmp_path / "3ranks" / f"rank{rank:05d}" / "opt0" / "bucket00001.bin"
     flip(file, 100)
-    copies = start(three, tmp_path / "3ranks", tmp_path / "copy")
-    with pytest.raises(SnapshotError, match="bucket 1 in"):
-        copies[rank].wait()
-    if rank:
-        with pytest.raises(SnapshotError, match="rank 2 has given up"):
-            copies[0].wait()
-    for other in {1, 2} - {rank}:
-        copies[other].wait()
-    assert not (tmp_path / "copy" / "snapshot.json").exists()
-    assert not being_copied()
-    # The parts of ranks that went well are a leftover like any other.
-    assert clean_incomplete(tmp_path) == [tmp_path / "copy"]
+    made = three.together(
+        lambda e, p: SnapshotCopy(tmp_path / "3ranks", tmp_path / "copy", engines=e, placement=p)
+    )
+    all_failed(all_well(made), rank, "bucket 1 in")
+    assert len(caplog.records) == 3
+    caplog.clear()
+    three.train(2, 3)
+    assert len(caplog.records) == 3
+    flip(file, 100)
+    for copy in start(three, tmp_path / "3ranks", tmp_path / "copy"):
+        copy.wait()
+    assert hashes(tmp_path / "copy") == hashes(tmp_path / "3ranks")
 
 
-def test_a_rank_that_never_comes(tmp_path, three, monkeypatch):
-    opened = threading.Event()
+@pytest.fixture
+def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, threading.Event]]:
+    """Ranks whose copying waits for an event."""
+    events: dict[int, threading.Event] = {}
 
     def copy_file(source: Path, target: Path, **options: Any) -> None:
-        assert "rank00002" not in target.parts[-3] or opened.wait(60)
+        rank = int(target.parts[-3].removesuffix(".partial")[4:])
+        assert rank not in events or events[rank].wait(60)
         direct_file.copy_file(source, target, **options)
 
     monkeypatch.setattr(snapshot_copy, "copy_file", copy_file)
+    yield events
+    for event in events.values():
+        event.set()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_that_never_comes(tmp_path, three, held_back):
+    held_back[2] = threading.Event()
     copies = start(three, tmp_path / "3ranks", tmp_path / "copy", wait_for_ranks_s=0.3)
     with pytest.raises(SnapshotError, match=r"ranks \[2\] did not arrive in .* within 0.3 s"):
         copies[0].wait()
-    opened.set()
-    copies[2].wait()
+    with pytest.raises(SnapshotError, match=r"rank 0 has (given up|neither)"):
+        copies[1].wait()
+    held_back[2].set()
+    with pytest.raises(SnapshotError, match="rank 0 has given up"):
+        copies[2].wait()
+    assert not (tmp_path / "copy").exists()
+
+
+def test_the_others_wait_until_it_is_complete(tmp_path, three, held_back):
+    """A rank whose own part is done knows nothing yet."""
+    held_back[0] = threading.Event()
+    copies = start(three, tmp_path / "3ranks", tmp_path / "copy")
+    for rank in (1, 2):
+        wait_until((tmp_path / "copy" / f"rank{rank:05d}").is_dir)
+        with pytest.raises(SnapshotError, match="still going on"):
+            copies[rank].wait(0.2)
+    held_back[0].set()
+    for copy in copies[1:]:
+        copy.wait()
+        assert verify(tmp_path / "copy") == []
+    copies[0].wait()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_is_stopped_while_it_waits(tmp_path, three, held_back):
+    held_back[2] = threading.Event()
+    copies = start(three, tmp_path / "3ranks", tmp_path / "copy")
+    wait_until((tmp_path / "copy" / "rank00001").is_dir)
+    copies[1].stop()
+    assert not (tmp_path / "copy" / "rank00001").exists()
+    copies[1].stop()
+    with pytest.raises(SnapshotError, match="rank 1 has given up"):
+        copies[0].wait()
+    held_back[2].set()
+    all_failed(copies, 1, "was stopped")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_is_stopped_while_it_is_declared(tmp_path, three, monkeypatch):
+    """Rank 0 looks again when it has declared the copy: none is complete without a part."""
+
+    def declare_late(path: Path, description: Any) -> None:
+        shutil.rmtree(path / "rank00001")
+        declare(path, description)
+
+    declare = snapshot_copy.declare
+    monkeypatch.setattr(snapshot_copy, "declare", declare_late)
+    copies = start(three, tmp_path / "3ranks", tmp_path / "copy")
+    with pytest.raises(SnapshotError, match="rank 1 has given up"):
+        copies[0].wait()
     assert not (tmp_path / "copy" / "snapshot.json").exists()
 
 
+@pytest.mark.usefixtures("impatient")
+def test_rank_0_does_not_go_on(tmp_path, three, held_back):
+    """The others do not wait for ever."""
+    held_back[0] = threading.Event()
+    copies = start(three, tmp_path / "3ranks", tmp_path / "copy", wait_for_ranks_s=0.2)
+    for copy in copies[1:]:
+        with pytest.raises(SnapshotError, match="neither declared the copy complete nor given up"):
+            copy.wait()
+    held_back[0].set()
+    with pytest.raises(SnapshotError, match=r"rank [12] has given up|ranks \[1, 2\] did not"):
+        copies[0].wait()
+    assert not (tmp_path / "copy").exists()
+
+
+def test_every_file_of_rank_0_is_progress(tmp_path, three, gate):
+    copies = start(three, tmp_path / "3ranks", tmp_path / "copy")
+    gate.reached.wait(60)
+    directory = tmp_path / "copy" / "rank00000.partial" / "opt0"
+    wait_until(directory.is_dir)
+    seen = copies[1]._progress_of(0)
+    assert seen == copies[1]._progress_of(0)
+    (directory / "bucket99999.bin").write_bytes(b"")
+    assert copies[1]._progress_of(0) != seen
+    (directory / "bucket99999.bin").unlink()
+    gate.opened.set()
+    for copy in copies:
+        copy.wait()
+    assert copies[1]._progress_of(0) != seen
+
+
+def test_older_ones_cannot_be_looked_for(tmp_path, snapshot, monkeypatch, caplog):
+    """The copy is complete by then, and stays."""
+
+    def fail(*args: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    SnapshotCopy(snapshot, tmp_path / "copies" / "1").wait()
+    monkeypatch.setattr(snapshot_copy, "outdated", fail)
+    SnapshotCopy(snapshot, tmp_path / "copies" / "2", keep_last=1).wait()
+    assert "could not be looked at: [Errno 13] Permission denied" in caplog.text
+    assert verify(tmp_path / "copies" / "2") == []
+    monkeypatch.undo()
+    SnapshotCopy(snapshot, tmp_path / "copies" / "3", keep_last=1).wait()
+    assert [path.name for path in (tmp_path / "copies").iterdir()] == ["3"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_declaration_does_not_last(tmp_path, three, monkeypatch):
+    """Its name is there when the drive says that it cannot be kept: no part goes before it."""
+    let_no_declaration_last(monkeypatch, tmp_path / "copy")
+    copies = start(three, tmp_path / "3ranks", tmp_path / "copy")
+    all_failed(copies, 0, "Input/output error")
+
+
+def let_no_declaration_last(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Syncing `path` fails once it holds a declaration."""
+    fsync = os.fsync
+
+    def fail(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(path) and (path / "snapshot.json").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_part_of_another_snapshot_in_the_target(tmp_path, three, monkeypatch):
     """Rank 0 looks at what the others brought before it declares the copy whole."""
     three.train(2, 3)
@@ -561,15 +703,14 @@ def test_a_part_of_another_snapshot_in_the_target(tmp_path, three, monkeypatch):
     complete = SnapshotCopy._complete
 
     def swap_and_complete(self: SnapshotCopy) -> None:
-        wait_until(lambda: not self._missing_ranks({}))
+        wait_until(lambda: not self._missing_ranks())
         shutil.rmtree(self.target / "rank00001")
         shutil.copytree(tmp_path / "later" / "rank00001", self.target / "rank00001")
         complete(self)
 
     monkeypatch.setattr(SnapshotCopy, "_complete", swap_and_complete)
     copies = start(three, tmp_path / "3ranks", tmp_path / "copy")
-    with pytest.raises(SnapshotError, match="rank00001/opt0 is of another snapshot"):
-        copies[0].wait()
+    all_failed(copies, 0, "rank00001/opt0 is of another snapshot")
 
 
 def test_one_rank_s_target_is_taken(tmp_path, three):

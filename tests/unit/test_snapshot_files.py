@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ import pytest
 from gds_optimizer import snapshot_files
 from gds_optimizer.errors import ConfigError, SnapshotError
 from gds_optimizer.mapped_state import freeze_mapped, map_state
-from gds_optimizer.snapshot import LINKS_DIRECTORY, Placement
+from gds_optimizer.snapshot import LINKS_DIRECTORY, Placement, declare, make_directories
 from gds_optimizer.snapshot_read import verify
 from gds_optimizer.snapshots import (
     SnapshotCopy,
@@ -271,6 +272,7 @@ def test_a_damaged_snapshot_can_be_removed(tmp_path, optimizer):
 
 def refused(optimizer: StreamedOptimizer, path: Path, message: str) -> None:
     below = path if path.is_dir() else path.parent
+    optimizer.engine.drain()
     before = hashes(below), leftovers(below), everything(optimizer)
     with pytest.raises(SnapshotError, match=message):
         take(optimizer, path)
@@ -667,3 +669,102 @@ def test_a_rank_beyond_those_of_the_snapshot_can_remove_it(tmp_path, optimizer):
     (path / "snapshot.json").write_bytes(b"")
     remove_snapshot(path)
     assert not path.exists()
+
+
+# ---------------------------------------------------------------------- what lasts
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was synced, by path, in order."""
+    found: list[str] = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        fsync(fd)
+        found.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr(os, "fsync", note)
+    return found
+
+
+@pytest.mark.parametrize("what", ["snapshot", "copy"])
+def test_every_new_directory_lasts(tmp_path, optimizer, synced, what):
+    """However deep: before the snapshot is declared complete, each is synced in its parent."""
+    engines = {"opt0": optimizer.engine}
+    take_snapshot(engines, tmp_path / "snapshot")
+    target = tmp_path / "a" / "b" / "c" / "d" / "e"
+    synced.clear()
+    if what == "copy":
+        SnapshotCopy(tmp_path / "snapshot", target).wait()
+    else:
+        take_snapshot(engines, target)
+    declared = synced.index(str(target / "snapshot.json.partial"))
+    for directory in (target, *target.parents):
+        if directory == tmp_path.parent:
+            break
+        assert str(directory) in synced[:declared], directory
+    assert verify(target) == []
+
+
+def test_a_directory_that_was_there_is_synced_too(tmp_path, synced):
+    """A run that was killed may have made it, and its name may not last yet."""
+    target = tmp_path / "a" / "b"
+    target.mkdir(parents=True)
+    make_directories(target)
+    assert synced == [str(target.parent)]
+    make_directories(target / "c" / "d")
+    assert synced[1:] == [str(target / "c"), str(target)]
+
+
+def test_a_new_directory_that_cannot_be_synced(tmp_path, monkeypatch):
+    def fail(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("gds_optimizer.snapshot.fsync_directory", fail)
+    with pytest.raises(PermissionError):
+        make_directories(tmp_path / "a")
+
+
+class Interruption(BaseException):
+    """As Ctrl-C is."""
+
+
+@pytest.mark.parametrize("failure", [OSError, Interruption])
+def test_the_declaration_does_not_last(tmp_path, optimizer, monkeypatch, failure):
+    """Its name is there when the drive says that it cannot be kept: no part goes before it."""
+    path = tmp_path / "snapshot"
+    sync = os.fsync
+
+    def fail(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(path) and (path / "snapshot.json").exists():
+            raise failure(errno.EIO, "Input/output error")
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(failure, match="Input/output error"):
+        take_snapshot({"opt0": optimizer.engine}, path)
+    assert not path.exists()
+    path.mkdir()
+    with pytest.raises(failure, match="Input/output error"):
+        declare(path, {})
+    assert not (path / "snapshot.json").exists()
+    monkeypatch.undo()
+    take_snapshot({"opt0": optimizer.engine}, path)
+    assert verify(path) == []
+
+
+def test_an_older_one_that_cannot_be_looked_at_stays(tmp_path, optimizer, monkeypatch):
+    engines = {"opt0": optimizer.engine}
+    for name in ("1", "2"):
+        take_snapshot(engines, tmp_path / "snapshots" / name)
+    is_symlink = Path.is_symlink
+
+    def look(path: Path) -> bool:
+        if path.name == "1":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return is_symlink(path)
+
+    monkeypatch.setattr(Path, "is_symlink", look)
+    take_snapshot(engines, tmp_path / "snapshots" / "3", keep_last=1)
+    assert sorted(p.name for p in (tmp_path / "snapshots").iterdir()) == ["1", "3"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gds_optimizer import direct_file, snapshot_copy
-from gds_optimizer.errors import SnapshotError, StepFailedError
+from gds_optimizer.errors import SnapshotError, StepFailedError, UnsupportedError
 from gds_optimizer.snapshot import Placement
 from gds_optimizer.snapshot_read import describe, verify
 from gds_optimizer.snapshots import (
@@ -100,6 +100,7 @@ def test_it_cannot_be_declared_whole(tmp_path, three, monkeypatch):
 
 @pytest.mark.parametrize("rank", range(3))
 def test_one_rank_s_part_is_damaged(tmp_path, three, rank):
+    """Which shows while data is taken over, when other ranks may hold the snapshot's state."""
     path = tmp_path / "snapshot"
     all_well(take(three, path))
     taken = three.everything()
@@ -107,9 +108,69 @@ def test_one_rank_s_part_is_damaged(tmp_path, three, rank):
     file = path / f"rank{rank:05d}" / "opt0" / "bucket00001.bin"
     flip(file, 100)
     check_all_refused(restore(three, path), rank, "bucket 1 in")
+    for each in range(3):
+        with pytest.raises(StepFailedError, match="restore this or another one"):
+            three.engines(each)["opt0"].check_usable()
     flip(file, 100)
     assert restore(three, path) == [2] * 3
     compare(taken, three.everything())
+    three.train(2, 3)
+
+
+def damaged_footer(path: Path, rank: int, part: str = "opt0") -> Path:
+    file = path / f"rank{rank:05d}" / part / "bucket00001.bin"
+    flip(file, file.stat().st_size - 4096 + 60)
+    return file
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_refusal_on_one_rank_changes_nothing_on_any(tmp_path, three, rank):
+    path = tmp_path / "snapshot"
+    all_well(take(three, path))
+    three.train(2, 4)
+    before = three.everything()
+    file = damaged_footer(path, rank)
+    check_all_refused(restore(three, path), rank, "bucket 1 in")
+    compare(before, three.everything())
+    three.train(4, 5)
+    flip(file, file.stat().st_size - 4096 + 60)
+    assert restore(three, path) == [2] * 3
+
+
+@pytest.mark.parametrize("bad", ["opt0", "opt1"])
+def test_a_refusal_for_one_engine_changes_nothing_of_the_others(tmp_path, bad):
+    path = tmp_path / "snapshot"
+    with world(tmp_path, 2, sizes=(100, 5000), parts=("opt0", "opt1")) as two:
+        two.train(0, 2)
+        all_well(take(two, path))
+        taken = two.everything()
+        two.train(2, 3)
+        before = two.everything()
+        file = damaged_footer(path, 1, bad)
+        check_all_refused(restore(two, path), 1, f"{bad}/bucket00001.bin")
+        compare(before, two.everything())
+        flip(file, file.stat().st_size - 4096 + 60)
+        with two.engines(0)["opt1"].materialized([]):
+            check_all_refused_now(restore(two, path))
+        compare(before, two.everything())
+        two.train(3, 4)
+        flip(file, 100)  # a plane
+        check_all_refused(restore(two, path), 1, f"{bad}/bucket00001.bin")
+        for rank in range(2):
+            for engine in two.engines(rank).values():
+                with pytest.raises(StepFailedError, match="restore this or another one"):
+                    engine.check_usable()
+        flip(file, 100)
+        assert restore(two, path) == [2, 2]
+        compare(taken, two.everything())
+
+
+def check_all_refused_now(outcomes: list[Any]) -> None:
+    """Rank 0 has opened `materialized`."""
+    assert isinstance(outcomes[0], UnsupportedError)
+    assert "restoring inside `materialized` would be undone" in str(outcomes[0])
+    for outcome in outcomes[1:]:
+        assert "failed on rank 0: restoring inside `materialized`" in str(outcome)
 
 
 def test_a_snapshot_of_which_a_rank_is_missing(tmp_path, three):
@@ -158,7 +219,7 @@ def test_only_one_rank_is_copying(tmp_path, three, monkeypatch):
         all_well(three.ranks.run(lambda rank, step=step: take_as(rank, step)))
         assert sorted(p.name for p in directory.iterdir()) == ["2", str(step)]
     opened.set()
-    copy.wait()
+    copy.stop()  # the other ranks are not copying, really
     busy[1] = set()
     three.train(4, 5)
     all_well(three.ranks.run(lambda rank: take_as(rank, 5)))
@@ -192,3 +253,44 @@ def test_one_rank_cannot_remove_its_part(tmp_path, three):
     (path / "rank00002" / "opt0" / "mine").unlink()
     all_well(three.together(lambda e, p: remove_snapshot(path, e, placement=p)))
     assert not path.exists()
+
+
+# ---------------------------------------------------------------------- keeping
+
+
+def fail(*args: Any, **options: Any) -> None:
+    raise ValueError("unforeseen")
+
+
+def test_rank_0_cannot_look_for_older_ones(tmp_path, three, monkeypatch):
+    """Nobody waits for it, and nothing is left."""
+    directory = tmp_path / "snapshots"
+    all_well(take(three, directory / "2"))
+    three.train(2, 3)
+    monkeypatch.setattr("gds_optimizer.snapshots.outdated", fail)
+    outcomes = take(three, directory / "3", keep_last=1)
+    assert isinstance(outcomes[0], ValueError)
+    for other in (1, 2):
+        assert isinstance(outcomes[other], SnapshotError)
+        assert "failed on rank 0: unforeseen" in str(outcomes[other])
+    assert [p.name for p in directory.iterdir()] == ["2"]
+    monkeypatch.undo()
+    all_well(take(three, directory / "3", keep_last=1))
+    assert [p.name for p in directory.iterdir()] == ["3"]
+
+
+@pytest.mark.parametrize("what", ["remove_declaration", "clean_incomplete", "rank_numbers"])
+def test_rank_0_fails_at_pruning_in_an_unforeseen_way(tmp_path, three, monkeypatch, caplog, what):
+    """The snapshot is complete on all ranks, and they stay together."""
+    directory = tmp_path / "snapshots"
+    for step in (2, 3):
+        all_well(take(three, directory / str(step)))
+        three.train(step, step + 1)
+    monkeypatch.setattr(f"gds_optimizer.snapshots.{what}", fail)
+    assert take(three, directory / "4", keep_last=1) == [None] * 3
+    assert "unforeseen" in caplog.text
+    assert verify(directory / "4") == []
+    three.train(4, 5)
+    monkeypatch.undo()
+    all_well(take(three, directory / "5", keep_last=1))
+    assert [p.parent.name for p in directory.glob("*/snapshot.json")] == ["5"]

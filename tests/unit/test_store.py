@@ -281,6 +281,54 @@ def test_a_copy_in_the_place_of_the_directory_is_noticed_and_left(tmp_path, back
     assert len(list((tmp_path / NAME).glob("bucket*.bin"))) == 5
 
 
+# Files that others go on reading
+
+
+def identity(path: Path) -> tuple[int, int]:
+    state = path.stat()
+    return state.st_dev, state.st_ino
+
+
+def write_all(store: Store) -> None:
+    for index in range(len(store.paths)):
+        store.file_for_write(index)
+
+
+def test_a_file_that_is_read_elsewhere_becomes_no_spare(tmp_path, store):
+    """Under whatever name it comes back; the files that are written instead may."""
+    store.freeze_read_elsewhere()
+    for path in store.paths:
+        os.link(path, tmp_path / path.name)
+    read = {identity(path) for path in store.paths}
+    write_all(store)
+    assert not read & {identity(path) for path in store.paths}
+    for path in store.paths:
+        kept = tmp_path / path.name
+        assert (kept.stat().st_nlink, identity(kept) in read) == (1, True)
+        assert not store.adopt_spare(kept)
+        assert kept.exists()
+    kept = tmp_path / "written"
+    store.paths[0].rename(kept)
+    assert store.adopt_spare(kept)
+
+
+def test_a_number_that_comes_back_is_another_file(tmp_path, store):
+    """Inode numbers are used again as soon as a file is gone for good."""
+    store.freeze_read_elsewhere()
+    read = {identity(path) for path in store.paths}
+    write_all(store)
+    store.reserve_spares()
+    spares = [path.with_suffix(".spare.bin") for path in store.paths]
+    again = [path for path in spares if identity(path) in read]
+    if not again:
+        pytest.skip("needs a file system that uses inode numbers again")
+    for number, path in enumerate(again):
+        path.rename(tmp_path / str(number))
+    store.drop_spares(range(len(store.paths)))
+    for number in range(len(again)):
+        assert store.adopt_spare(tmp_path / str(number))
+
+
 # Whose it is
 
 
