@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from gds_optimizer.codecs import get_codec
+from gds_optimizer.codecs import Codec, get_codec, nearest_codec, rounding_seed
 from gds_optimizer.errors import CorruptBucketError
 from gds_optimizer.footer import (
     BucketRecord,
@@ -16,10 +16,17 @@ from gds_optimizer.footer import (
     footer_words,
     replace_plane_checksum,
 )
-from gds_optimizer.layout import PAGE_BYTES, Bucket
+from gds_optimizer.layout import (
+    PAGE_BYTES,
+    SCRATCH_ALIGNMENT,
+    Bucket,
+    Plane,
+    align_up,
+    shard_alignment,
+)
 from gds_optimizer.pipeline import Ranges
 from gds_optimizer.plan import MAIN_PLANE, BoundPiece, EnginePlan, bind_pieces
-from gds_optimizer.slots import Slot
+from gds_optimizer.slots import Slot, SlotPool
 from gds_optimizer.store import Store
 
 
@@ -29,6 +36,7 @@ class BucketState:
     Args:
         plan: layout and bindings.
         store: where the files are, for messages.
+        pool: the slots, for their scratch.
 
     Attributes:
         records: for each bucket, what its file holds.
@@ -39,10 +47,11 @@ class BucketState:
             to the model.
     """
 
-    def __init__(self, plan: EnginePlan, store: Store) -> None:
+    def __init__(self, plan: EnginePlan, store: Store, pool: SlotPool) -> None:
         self.plan = plan
         self.layout = plan.layout
         self.store = store
+        self.pool = pool
         buckets = self.layout.buckets
         self.records = [BucketRecord(0, [False] * len(bucket.planes)) for bucket in buckets]
         self.pieces: list[list[BoundPiece]] = [bind_pieces(plan, bucket) for bucket in buckets]
@@ -96,26 +105,114 @@ class BucketState:
     # ------------------------------------------------------------------ tensors in a slot
 
     def planes(self, bucket: Bucket, slot: Slot) -> dict[str, torch.Tensor]:
-        """The planes of a bucket that is in a slot, by name."""
-        return {
-            plane.name: get_codec(plane.codec).decode(
-                slot.buffer[plane.offset : plane.offset + plane.nbytes], bucket.numel
-            )
-            for plane in bucket.planes
-        }
+        """Room for the values of a bucket's planes, by name; nothing is decoded.
 
-    def current_planes(self, index: int, slot: Slot) -> dict[str, torch.Tensor]:
-        """The planes with what no file holds filled in: mains from the model, zero elsewhere."""
-        needed = self.needed(index)
-        planes = self.planes(self.layout.buckets[index], slot)
-        for number, (name, values) in enumerate(planes.items()):
-            if number in needed:
+        Planes that are stored as they are in memory are views of the slot. The others lie in the
+        pool's scratch with whatever is there: `current_planes` decodes them, `encode` and
+        `encode_initial` put them into the slot.
+        """
+        planes, offset = {}, 0
+        for plane in bucket.planes:
+            codec = get_codec(plane.codec)
+            if codec.is_view:
+                planes[plane.name] = codec.decode(_encoded(slot, plane), bucket.numel)
                 continue
-            if name == MAIN_PLANE:
+            nbytes = bucket.numel * codec.dtype.itemsize
+            planes[plane.name] = self.pool.scratch[offset : offset + nbytes].view(codec.dtype)
+            offset += align_up(nbytes, SCRATCH_ALIGNMENT)
+        return planes
+
+    def current_planes(
+        self, index: int, slot: Slot, *, main_only: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The planes with what no file holds filled in: mains from the model, zero elsewhere.
+
+        Args:
+            index: of the bucket.
+            slot: holds what of it a step must read.
+            main_only: leave all but the main plane out, and decode nothing.
+        """
+        needed, bucket = self.needed(index), self.layout.buckets[index]
+        planes = self.planes(bucket, slot)
+        if main_only:
+            planes = {name: values for name, values in planes.items() if name == MAIN_PLANE}
+        for number, plane in enumerate(bucket.planes):
+            if plane.name not in planes:
+                continue
+            values, codec = planes[plane.name], get_codec(plane.codec)
+            if number in needed:
+                if not codec.is_view:
+                    codec.decode_into(_encoded(slot, plane), values)
+            elif plane.name == MAIN_PLANE:
                 self.fill_main_from_model(index, values)
             else:
                 values.zero_()
         return planes
+
+    def encode(
+        self,
+        index: int,
+        slot: Slot,
+        planes: dict[str, torch.Tensor],
+        changed: Sequence[BoundPiece],
+        *,
+        step: int,
+    ) -> None:
+        """Put what a step has changed into the slot, encoded; call it before `seal`.
+
+        Pieces that were not stepped keep their very bytes, since rounding what was rounded before
+        need not give the same for every value. Planes that no file holds yet are encoded whole.
+
+        Args:
+            index: of the bucket.
+            slot: holds it.
+            planes: from `current_planes`.
+            changed: pieces that were stepped, in element order.
+            step: number of the step, for the seed of stochastic rounding.
+        """
+        bucket, record = self.layout.buckets[index], self.records[index]
+        if not bucket.scratch_bytes:
+            return
+        ranges = self._block_ranges(bucket, changed)
+        for number, plane in enumerate(bucket.planes):
+            codec = get_codec(plane.codec)
+            if codec.is_view:
+                continue
+            encoded, values = _encoded(slot, plane), planes[plane.name]
+            seed = rounding_seed(step, index, number)
+            if not record.written[number]:
+                _encode_whole(codec, values, encoded, seed)
+                continue
+            for start, end in ranges:
+                codec.encode_from(
+                    values[start:end], encoded, numel=bucket.numel, start=start, seed=seed
+                )
+
+    def encode_initial(self, index: int, slot: Slot, planes: dict[str, torch.Tensor]) -> None:
+        """Put planes that no step has computed into the slot, encoded, rounded to nearest.
+
+        Args:
+            index: of the bucket.
+            slot: holds it.
+            planes: from `planes`, filled where the bucket's record says that they are written.
+        """
+        bucket, record = self.layout.buckets[index], self.records[index]
+        for plane, written in zip(bucket.planes, record.written, strict=True):
+            codec = nearest_codec(plane.codec)
+            if written and not codec.is_view:
+                _encode_whole(codec, planes[plane.name], _encoded(slot, plane))
+
+    def _block_ranges(self, bucket: Bucket, pieces: Sequence[BoundPiece]) -> list[tuple[int, int]]:
+        """Elements of whole codec blocks that pieces lie in, neighbours merged."""
+        alignment = shard_alignment(self.layout.spaces[bucket.space].planes)
+        merged: list[tuple[int, int]] = []
+        for piece in pieces:
+            start = piece.bucket_slice.start
+            end = min(align_up(piece.bucket_slice.stop, alignment), bucket.numel)
+            if merged and merged[-1][1] == start:
+                start = merged.pop()[0]
+            merged.append((start, end))
+        return merged
 
     def fill_main_from_model(self, index: int, main: torch.Tensor) -> None:
         main.zero_()
@@ -164,3 +261,14 @@ class BucketState:
     def reseal_main(self, index: int, slot: Slot) -> None:
         """Bring the footer up to date after the main plane alone has changed."""
         replace_plane_checksum(slot.buffer, self.layout.buckets[index], 0)
+
+
+def _encoded(slot: Slot, plane: Plane) -> torch.Tensor:
+    """The bytes of a plane in a slot, padding included."""
+    return slot.buffer[plane.offset : plane.offset + plane.nbytes]
+
+
+def _encode_whole(codec: Codec, values: torch.Tensor, encoded: torch.Tensor, seed: int = 0) -> None:
+    """Encode a plane that the slot does not hold yet; its padding must not be left as it is."""
+    codec.encode_from(values, encoded, seed=seed)
+    encoded[codec.encoded_bytes(values.numel()) :].zero_()

@@ -30,6 +30,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 IO_CHOICES = ("auto", "gds", "posix", "host", "gds-compat")
 INIT_CHOICES = ("auto", "eager", "lazy")
 SELF_CHECK_CHOICES = ("auto", "always", "never")
+MOMENT_DTYPE_CHOICES = ("fp32", "bf16", "int8")
+MOMENT_ROUNDING_CHOICES = ("nearest", "stochastic")
 _MAX_TIMEOUT_S = 86_400
 
 
@@ -65,8 +67,9 @@ class StreamConfig:
         io: which way bytes take. `auto` takes what a probe proves; any other value is taken or
             refused, never replaced. `host` means direct I/O on host memory; `gds-compat` makes
             the GPUDirect calls without GPUDirect, to exercise them where there is none.
-        bucket_size: bytes of state in a bucket (int, or text such as "192MiB"): the unit of I/O
-            and of device memory. The default holds 16 Mi elements of 12 bytes.
+        bucket_size: bytes of state in a bucket (int, or text such as "192MiB") as the optimizer
+            sees it, in fp32 whatever `moment_dtype` is: the unit of I/O and of device memory. The
+            default holds 16 Mi elements of 12 bytes.
         slots: buckets that may be in memory at once; at least 1, and 3 to overlap reading,
             computing and writing.
         init: when the first main parameters are written: `eager` at construction, `lazy` in the
@@ -80,6 +83,10 @@ class StreamConfig:
             stays as it is, for which the next step writes to a second set of files.
         self_check: compare a small streamed step with a resident one before training, bit for
             bit: `auto` for optimizer classes and framework versions that our tests do not cover.
+        moment_dtype: how fp32 moments are kept between steps. Anything but `fp32` changes the
+            numbers; the step itself is computed in fp32 all the same.
+        moment_rounding: how each step's moments are rounded where they are not kept in fp32;
+            stochastic rounding repeats itself when a step is repeated.
     """
 
     directories: tuple[Path, ...]
@@ -93,6 +100,8 @@ class StreamConfig:
     allow_tmpfs: bool = False
     async_save: bool = False
     self_check: str = "auto"
+    moment_dtype: str = "fp32"
+    moment_rounding: str = "stochastic"
 
     def __post_init__(self) -> None:
         directories: Any = self.directories
@@ -138,6 +147,8 @@ class StreamConfig:
         self._check_choice("io", IO_CHOICES)
         self._check_choice("init", INIT_CHOICES)
         self._check_choice("self_check", SELF_CHECK_CHOICES)
+        self._check_choice("moment_dtype", MOMENT_DTYPE_CHOICES)
+        self._check_choice("moment_rounding", MOMENT_ROUNDING_CHOICES)
         self._check_range("slots", 1, 64)
         self._check_range("io_threads", 1, 256)
         self._check_range("bucket_size", PAGE_BYTES, 2**40)
@@ -247,6 +258,16 @@ _FLAGS = (
         "self_check",
         "Compare a small streamed step with a resident one before training.",
         choices=SELF_CHECK_CHOICES,
+    ),
+    _Flag(
+        "moment_dtype",
+        "How fp32 moments are kept between steps; anything but fp32 changes the numbers.",
+        choices=MOMENT_DTYPE_CHOICES,
+    ),
+    _Flag(
+        "moment_rounding",
+        "How each step's moments are rounded where they are not kept in fp32.",
+        choices=MOMENT_ROUNDING_CHOICES,
     ),
 )
 

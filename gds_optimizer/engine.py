@@ -51,7 +51,8 @@ class Engine:
 
     Args:
         plan: from `plan_engine`.
-        pool: slots at least `plan.layout.max_file_bytes` large; may be shared with other engines.
+        pool: slots at least `plan.layout.max_file_bytes` large, and a scratch of at least
+            `max_scratch_bytes`; may be shared with other engines.
         store: bucket files for `plan.layout`.
         timeout_s: limit for a single transfer.
 
@@ -74,10 +75,12 @@ class Engine:
         self._forward = True
         self._strays_reported = False
         self._materialized = 0  # blocks of `materialized` that are open
-        self._buckets = BucketState(plan, store)
+        self._buckets = BucketState(plan, store, pool)
         # An optimizer counts steps of an empty parameter too; it just has nothing to stream.
         self._streamed = {piece.binding for pieces in self._buckets.pieces for piece in pieces}
         self._scalars = Scalars(plan, self._streamed)
+        # Steps behind the state, for the seeds of rounding; None until the next step counts them.
+        self._rounded_steps: int | None = None
         self._index_of = {id(b.main): i for i, b in enumerate(plan.bindings)}
         for binding in plan.bindings:
             if isinstance(binding.main, EvictedTensor):
@@ -92,6 +95,7 @@ class Engine:
         To be called after others have replaced that state (`load_state_dict` does).
         """
         self._scalars.adopt()
+        self._rounded_steps = None
 
     # ------------------------------------------------------------------ use and failure
 
@@ -237,7 +241,19 @@ class Engine:
             self.before_step.pop(0)()
         self.check_usable()
         self.check_not_materialized("an optimizer step")
-        step_pass = StepPass(self._buckets, self._scalars, self._stepper, self.pool, self.steps + 1)
+        if self._rounded_steps is None:
+            # A resumed run must repeat the seeds, and our own count starts anew where a framework
+            # resumes from a checkpoint of its own.
+            counted = self._scalars.steps_behind()
+            self._rounded_steps = self.steps if counted is None else counted
+        step_pass = StepPass(
+            self._buckets,
+            self._scalars,
+            self._stepper,
+            self.pool,
+            self.steps + 1,
+            rounding_step=self._rounded_steps + 1,
+        )
         with self._pass(f"optimizer step {self.steps + 1}") as clock:
             self._stepper.begin()
             self.pipeline.run(
@@ -248,6 +264,7 @@ class Engine:
             )
             step_pass.finish()
         self.steps += 1
+        self._rounded_steps += 1
 
     # ------------------------------------------------------------------ writing without a step
 
@@ -286,6 +303,7 @@ class Engine:
         record.step = self.steps
         if record.is_blank:
             return ()
+        buckets.encode_initial(index, slot, planes)
         buckets.seal(index, slot, record)
         self.pool.synchronize_compute()
         return buckets.written_ranges(index)
@@ -399,16 +417,26 @@ class Engine:
             ]
         )
         self._scalars.start()
+        self._rounded_steps = None
         self.handed_out = None
 
     # ------------------------------------------------------------------ reading
 
     def read_planes(
-        self, visit: Callable[[int, dict[str, torch.Tensor]], None], buckets: Iterable[int]
+        self,
+        visit: Callable[[int, dict[str, torch.Tensor]], None],
+        buckets: Iterable[int],
+        *,
+        main_only: bool = False,
     ) -> None:
         """Call `visit(bucket index, planes)` with the current values of each bucket.
 
         Planes that were never written are zero. The tensors are good during the call only.
+
+        Args:
+            visit: what to call.
+            buckets: indices.
+            main_only: give it the main plane (where there is one) and nothing else.
         """
         self.check_usable()
         state = self._buckets
@@ -416,8 +444,7 @@ class Engine:
         def read(index: int, slot: Slot, from_disk: bool) -> Ranges:
             if from_disk:
                 state.expect(index, slot, state.needed(index))()
-            planes = state.current_planes(index, slot)
-            visit(index, planes)
+            visit(index, state.current_planes(index, slot, main_only=main_only))
             self.pool.synchronize_compute()
             return ()
 
@@ -574,6 +601,7 @@ class Engine:
         self._buckets.model_is_behind.clear()
         self._buckets.adopt(records)
         self._scalars.restore(shards)
+        self._rounded_steps = None
 
     def update_model(self) -> None:
         """Copy every main into the model's parameter, checking every bucket on the way.
@@ -587,9 +615,8 @@ class Engine:
                 self._buckets.copy_main_to_model(index, planes[MAIN_PLANE])
 
         self.pipeline.forget()
-        self.read_planes(
-            copy, [i for i, record in enumerate(self._buckets.records) if not record.is_blank]
-        )
+        not_blank = [i for i, record in enumerate(self._buckets.records) if not record.is_blank]
+        self.read_planes(copy, not_blank, main_only=True)
 
     @contextmanager
     def materialized(self, mains: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -635,7 +662,7 @@ class Engine:
                     self._buckets.model_is_behind.add(index)
             return changed
 
-        self.read_planes(collect, buckets)
+        self.read_planes(collect, buckets, main_only=True)
         for index, main in chosen.items():
             restore_(main, values[index])
         self._materialized += 1

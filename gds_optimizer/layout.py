@@ -4,7 +4,8 @@ Pure: it reads and writes nothing, needs no device, and its results are frozen. 
 obeys them.
 
 A *shard* is the flat part of one parameter that this rank's optimizer owns. The shards of one
-*space* (those with the same planes) are laid end to end, each start aligned to 64 elements, and
+*space* (those with the same planes) are laid end to end, each start aligned to 64 elements (or to
+the blocks of 256 that a codec encodes together, so that no block holds elements of two shards), and
 the resulting element space is cut into equal *buckets*. A bucket is one file:
 
     plane 0 | padding to 4 KiB | plane 1 | padding | ... | footer page (4 KiB)
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +30,9 @@ from gds_optimizer.errors import ConfigError, UnsupportedError
 
 PAGE_BYTES = 4096
 SHARD_ALIGNMENT = 64
-"""Elements; every shard starts at a multiple of it."""
+"""Elements; every shard starts at a multiple of it, and of what its planes' codecs want."""
+SCRATCH_ALIGNMENT = 256
+"""Bytes; decoded planes start at multiples of it, as cudaMalloc's allocations do."""
 BUCKET_ALIGNMENT = 1024
 """Elements; every bucket's length is a multiple of it."""
 MAX_PLANES = 247
@@ -70,7 +74,7 @@ class Piece:
 
     Attributes:
         shard: index of the shard in its space.
-        shard_offset: where the piece starts in the shard; a multiple of 64.
+        shard_offset: where the piece starts in the shard; a multiple of 64, and of its blocks.
         bucket_offset: where it starts in the bucket's planes.
         numel: its length, at least 1.
     """
@@ -111,6 +115,15 @@ class Bucket:
     def file_bytes(self) -> int:
         return self.footer_offset + PAGE_BYTES
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the decoded values of planes that cannot be used where they are stored."""
+        return sum(
+            align_up(self.numel * codec.dtype.itemsize, SCRATCH_ALIGNMENT)
+            for codec in (get_codec(plane.codec) for plane in self.planes)
+            if not codec.is_view
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Space:
@@ -140,6 +153,11 @@ class Layout:
     def max_file_bytes(self) -> int:
         """Bytes of the largest bucket file: what a slot must hold; 0 without buckets."""
         return max((bucket.file_bytes for bucket in self.buckets), default=0)
+
+    @cached_property
+    def max_scratch_bytes(self) -> int:
+        """Most bytes that a bucket's decoded values take; 0 where all are views of the slot."""
+        return max((bucket.scratch_bytes for bucket in self.buckets), default=0)
 
     @cached_property
     def numel(self) -> int:
@@ -188,32 +206,37 @@ class Layout:
         return hashlib.sha256(text.encode()).digest()
 
 
-def file_bytes_per_element(planes: Sequence[PlaneSpec]) -> float:
-    """Encoded bytes of one element over all `planes`, padding and footer aside."""
-    return sum(get_codec(p.codec).encoded_bytes(BUCKET_ALIGNMENT) for p in planes) / (
-        BUCKET_ALIGNMENT
-    )
+def decoded_bytes_per_element(planes: Sequence[PlaneSpec]) -> int:
+    """Bytes of one element over all `planes`, as the optimizer sees it."""
+    return sum(get_codec(plane.codec).dtype.itemsize for plane in planes)
+
+
+def shard_alignment(planes: Sequence[PlaneSpec]) -> int:
+    """Elements; the shards of a space with these planes start at multiples of it."""
+    return math.lcm(SHARD_ALIGNMENT, *(get_codec(plane.codec).range_numel for plane in planes))
 
 
 def bucket_numel_for(bucket_size_bytes: int, spaces: Sequence[SpaceSpec]) -> int:
-    """Largest bucket length whose encoded values fit `bucket_size_bytes` in every space.
+    """Largest bucket length whose decoded values fit `bucket_size_bytes` in every space.
 
-    Padding (less than a page for each plane) and the footer come on top.
+    Decoded, so that a bucket has as many elements however they are encoded, and encoding makes
+    slots smaller rather than buckets longer. Padding (less than a page for each plane) and the
+    footer come on top.
 
     Raises:
         ConfigError: when not even the smallest bucket (1024 elements) fits.
     """
-    per_element = max((file_bytes_per_element(s.planes) for s in spaces), default=0.0)
-    smallest = int(per_element * BUCKET_ALIGNMENT)
+    per_element = max((decoded_bytes_per_element(s.planes) for s in spaces), default=0)
+    smallest = per_element * BUCKET_ALIGNMENT
     if bucket_size_bytes < smallest:
         raise ConfigError(
             f"bucket size is {bucket_size_bytes} bytes, but the smallest bucket "
-            f"({BUCKET_ALIGNMENT} elements of {per_element:g} bytes) takes {smallest}: "
+            f"({BUCKET_ALIGNMENT} elements of {per_element} bytes) takes {smallest}: "
             "ask for a larger one"
         )
     if per_element == 0:
         return BUCKET_ALIGNMENT
-    return int(bucket_size_bytes / per_element) // BUCKET_ALIGNMENT * BUCKET_ALIGNMENT
+    return bucket_size_bytes // per_element // BUCKET_ALIGNMENT * BUCKET_ALIGNMENT
 
 
 def _lay_planes(specs: Sequence[PlaneSpec], numel: int) -> tuple[Plane, ...]:
@@ -277,9 +300,9 @@ def plan_layout(specs: Sequence[SpaceSpec], *, bucket_numel: int) -> Layout:
                 f"({', '.join(plane.name for plane in spec.planes[:4])}, ...), and a bucket file "
                 f"holds at most {MAX_PLANES}: this optimizer cannot be streamed"
             )
-        starts, end = [], 0
+        starts, end, alignment = [], 0, shard_alignment(spec.planes)
         for shard in spec.shards:
-            starts.append(align_up(end, SHARD_ALIGNMENT))
+            starts.append(align_up(end, alignment))
             end = starts[-1] + shard.numel
         space = Space(len(spaces), spec.planes, spec.shards, tuple(starts), end)
         spaces.append(space)

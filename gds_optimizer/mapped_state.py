@@ -3,23 +3,44 @@
 Between two steps the state is on disk and nothing else uses the files, so it can be handed out as
 mappings: saving and loading then hold no copy of it. The first step (or any other pass) after that
 takes the files back.
+
+State that is encoded in the files is decoded into files without names, which are handed out
+instead and encoded again by `commit`. They take room on the drives for as long as somebody uses
+them, and no more memory than a part of a bucket.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from gds_optimizer.checksum import checksum
+from gds_optimizer.codecs import get_codec, nearest_codec
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import CorruptBucketError, IoError
 from gds_optimizer.footer import BucketRecord, describe_difference, host_footer
-from gds_optimizer.mapping import PlaneMapping, flush_and_drop
+from gds_optimizer.io import allocate_host_buffer
+from gds_optimizer.mapping import (
+    Mapping,
+    PlaneMapping,
+    ScratchMapping,
+    drop_pages,
+    flush_and_drop,
+    no_room_for_decoded,
+    plane_bytes,
+)
 
 # Enough to keep a drive busy with page faults, and to compute checksums as fast as it reads.
 _THREADS = 4
+# Elements that are decoded and written at a time, by each of the threads: 16 MiB.
+_PART_NUMEL = 2**22
+
+Scratch = dict[tuple[int, int], ScratchMapping]
+"""Room for decoded values, by space and number of the plane."""
 
 
 def _words(page: bytes) -> torch.Tensor:
@@ -32,20 +53,30 @@ class MappedState:
     Args:
         engine: quiet: nothing in flight, everything on disk.
         writable: tensors may be written; `commit` must follow before the next step.
+        scratch: room for decoded values, from `reserve_scratch`; by default it is taken now.
 
     Raises:
+        NoSpaceError: there is no room for decoded values.
         StoreChangedError: a file is not the one that was created; touching what is mapped from
             one that somebody shortened would kill the process.
     """
 
-    def __init__(self, engine: Engine, *, writable: bool) -> None:
+    def __init__(self, engine: Engine, *, writable: bool, scratch: Scratch | None = None) -> None:
         self.engine = engine
         self.writable = writable
         layout = engine.layout
         for bucket in layout.buckets:
             engine.store.check_unchanged(bucket.index)
-        self._planes = {
-            (space.index, number): PlaneMapping(
+        self._scratch = reserve_scratch(engine) if scratch is None else scratch
+        # Of encoded planes, by bucket and plane, when they were decoded.
+        self._checksums: dict[tuple[int, int], int] = {}
+        if self._scratch and not writable:
+            self._for_each_bucket(self._decode_bucket)
+        for decoded in self._scratch.values():
+            decoded.map(writable=writable)
+        self._planes: dict[tuple[int, int], Mapping] = {
+            (space.index, number): self._scratch.get((space.index, number))
+            or PlaneMapping(
                 layout,
                 engine.store.paths,
                 space.index,
@@ -62,6 +93,44 @@ class MappedState:
             for space, members in zip(layout.spaces, engine.plan.shard_bindings, strict=True)
             for shard, binding in enumerate(members)
         }
+
+    def _for_each_bucket(self, action: Callable[[int], None]) -> None:
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(action, range(len(self.engine.layout.buckets))))
+
+    def _decode_bucket(self, index: int) -> None:
+        """Put the decoded values of a bucket's encoded planes into their files."""
+        bucket, record = self.engine.layout.buckets[index], self.engine.records[index]
+        path = self.engine.store.paths[index]
+        part = None
+        for number, plane in enumerate(bucket.planes):
+            target = self._scratch.get((bucket.space, number))
+            if target is None or not record.written[number]:
+                continue
+            codec = get_codec(plane.codec)
+            if part is None:
+                part = allocate_host_buffer(min(_PART_NUMEL, bucket.numel) * codec.dtype.itemsize)
+            encoded = plane_bytes(path, plane)
+            self._checksums[index, number] = int(checksum(encoded))
+            for start in range(0, bucket.numel, _PART_NUMEL):
+                numel = min(_PART_NUMEL, bucket.numel - start)
+                values = part.view(codec.dtype)[:numel]
+                codec.decode_into(encoded, values, numel=bucket.numel, start=start)
+                target.write(bucket.start + start, values)
+            del encoded
+        if part is not None:
+            drop_pages(path)
+
+    def _encode_plane(self, index: int, number: int) -> int:
+        """Put what was written into a bucket's decoded values into its file; its checksum."""
+        bucket = self.engine.layout.buckets[index]
+        plane = bucket.planes[number]
+        codec = nearest_codec(plane.codec)
+        encoded = plane_bytes(self.engine.store.paths[index], plane, writable=True)
+        values = self._planes[bucket.space, number].tensor(bucket.start, bucket.numel)
+        codec.encode_from(values, encoded)
+        encoded[codec.encoded_bytes(bucket.numel) :].zero_()
+        return int(checksum(encoded))
 
     def _blank_buckets(self, space: int, plane: int) -> frozenset[int]:
         """Buckets whose file has never been given this plane; what is in it means nothing."""
@@ -80,6 +149,9 @@ class MappedState:
         were never written read as zeros, which is what optimizers start from. Unless the state was
         handed out for writing, storing into a tensor kills the process (SIGSEGV): its pages are
         read-only, and neither torch nor Python knows.
+
+        After the engine's next step, tensors over the files themselves show what is there then;
+        decoded ones show what was there.
         """
         space, shard = self._places[binding]
         first = space.shard_starts[shard] + start
@@ -97,8 +169,7 @@ class MappedState:
         Raises:
             CorruptBucketError: a bucket is not what was written; says which.
         """
-        with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(self._verify_bucket, range(len(self.engine.layout.buckets))))
+        self._for_each_bucket(self._verify_bucket)
 
     def _verify_bucket(self, index: int) -> None:
         engine = self.engine
@@ -106,7 +177,7 @@ class MappedState:
         if record.is_blank:
             return
         checksums = [
-            int(checksum(self._plane_bytes(index, number))) if written else 0
+            self._plane_checksum(index, number) if written else 0
             for number, written in enumerate(record.written)
         ]
         expected = host_footer(bucket, engine.layout.layout_id, record, checksums)
@@ -120,41 +191,49 @@ class MappedState:
     def commit(self) -> None:
         """Make what was written through the tensors the engine's state.
 
-        Every bucket gets a new footer, whose checksums are taken from the mapped pages.
+        Every bucket gets a new footer, whose checksums are taken from the mapped pages. Decoded
+        values are encoded, rounded to nearest.
 
         Raises:
             IoError: a footer could not be written; the engine goes on refusing to be used.
             OSError: the files could not be flushed; likewise.
         """
-        engine = self.engine
-        for bucket in engine.layout.buckets:
-            checksums = [
-                int(checksum(self._plane_bytes(bucket.index, number)))
-                for number in range(len(bucket.planes))
-            ]
-            record = BucketRecord(engine.steps, [True] * len(bucket.planes))
-            footer = host_footer(bucket, engine.layout.layout_id, record, checksums)
-            path = engine.store.paths[bucket.index]
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                written_bytes = os.pwrite(fd, footer, bucket.footer_offset)
-            finally:
-                os.close(fd)
-            if written_bytes != len(footer):
-                raise IoError(
-                    path,
-                    "write",
-                    file_offset=bucket.footer_offset,
-                    wanted_bytes=len(footer),
-                    got=written_bytes,
-                )
+        self._for_each_bucket(self._commit_bucket)
         self.leave()
-        engine.adopt_files()
+        self.engine.adopt_files()
 
-    def _plane_bytes(self, index: int, number: int) -> torch.Tensor:
+    def _commit_bucket(self, index: int) -> None:
+        engine = self.engine
+        bucket, path = engine.layout.buckets[index], engine.store.paths[index]
+        checksums = [
+            self._encode_plane(index, number)
+            if (bucket.space, number) in self._scratch
+            else self._plane_checksum(index, number)
+            for number in range(len(bucket.planes))
+        ]
+        record = BucketRecord(engine.steps, [True] * len(bucket.planes))
+        footer = host_footer(bucket, engine.layout.layout_id, record, checksums)
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            written_bytes = os.pwrite(fd, footer, bucket.footer_offset)
+        finally:
+            os.close(fd)
+        if written_bytes != len(footer):
+            raise IoError(
+                path,
+                "write",
+                file_offset=bucket.footer_offset,
+                wanted_bytes=len(footer),
+                got=written_bytes,
+            )
+
+    def _plane_checksum(self, index: int, number: int) -> int:
+        """Of the bytes that a bucket's file has, or had when they were decoded."""
+        if (index, number) in self._checksums:
+            return self._checksums[index, number]
         bucket = self.engine.layout.buckets[index]
         mapping = self._planes[bucket.space, number]
-        return mapping.tensor(bucket.start, bucket.numel).view(torch.uint8)
+        return int(checksum(mapping.tensor(bucket.start, bucket.numel).view(torch.uint8)))
 
     def leave(self) -> None:
         """Write back what is dirty and take the files out of the page cache.
@@ -162,6 +241,45 @@ class MappedState:
         Tensors that somebody still holds stay valid; they read the files again.
         """
         flush_and_drop(list(self._planes.values()), self.engine.store.paths)
+
+
+def reserve_scratch(engine: Engine) -> Scratch:
+    """Room for the decoded values of every plane that is encoded in the files; often none.
+
+    It is taken from the store's directory with the most room, plane by plane, and given back when
+    the last tensor over it is gone.
+
+    Raises:
+        NoSpaceError: there is too little; names bytes needed and free.
+    """
+    layout, directories = engine.layout, engine.store.directories
+    wanted = {
+        (space.index, number): (
+            sum(bucket.numel for bucket in layout.buckets if bucket.space == space.index),
+            codec.dtype,
+        )
+        for space in layout.spaces
+        for number, codec in enumerate(get_codec(plane.codec) for plane in space.planes)
+        if space.numel and not codec.is_view
+    }
+    needed_bytes = sum(numel * dtype.itemsize for numel, dtype in wanted.values())
+    free_bytes = sum({os.stat(each).st_dev: _free_bytes(each) for each in directories}.values())
+    if needed_bytes > free_bytes:
+        raise no_room_for_decoded(", ".join(map(str, directories)), needed_bytes, free_bytes)
+    scratch: Scratch = {}
+    try:
+        for key, (numel, dtype) in wanted.items():
+            scratch[key] = ScratchMapping(numel, dtype, max(directories, key=_free_bytes))
+    except BaseException:
+        for mapping in scratch.values():
+            mapping.close()  # at once: the traceback keeps the objects
+        raise
+    return scratch
+
+
+def _free_bytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
 
 
 def freeze_mapped(engine: Engine) -> None:
@@ -191,6 +309,7 @@ def map_state(engine: Engine, *, writable: bool = False, verify: bool = True) ->
 
     Raises:
         CorruptBucketError: a bucket is not what was written.
+        NoSpaceError: there is no room for decoded values; the engine is as it was.
         StepFailedError: the state is torn, a write that went on behind the last step failed, or
             tensors were handed out for writing before and never committed.
     """
@@ -204,10 +323,12 @@ def map_state(engine: Engine, *, writable: bool = False, verify: bool = True) ->
         # files that a snapshot keeps must not be the ones.
         engine.drain()
         engine.forget_slots()
+        scratch = reserve_scratch(engine)  # before anything is given up
         engine.store.thaw()
     else:
         engine.settle()
-    mapped = MappedState(engine, writable=writable)
+        scratch = reserve_scratch(engine)
+    mapped = MappedState(engine, writable=writable, scratch=scratch)
     if verify and not writable:
         mapped.verify()
     engine.handed_out = mapped

@@ -6,10 +6,11 @@ Nothing is allocated here, neither on the device nor on disk.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import EvictedTensor
 from gds_optimizer.layout import (
     Bucket,
@@ -23,6 +24,14 @@ from gds_optimizer.layout import (
 from gds_optimizer.schema import StateSchema, discover_schema
 
 MAIN_PLANE = "main"
+
+INT8_CODECS = {
+    "exp_avg": "fp32:int8-signed",
+    "momentum_buffer": "fp32:int8-signed",
+    "exp_avg_sq": "fp32:int8-unsigned",
+    "max_exp_avg_sq": "fp32:int8-unsigned",
+}
+"""Planes that may be kept in 8 bits: their codec is made for what these moments are used for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,24 +59,77 @@ class Binding:
 
 @dataclass(slots=True, eq=False)
 class EnginePlan:
-    """What an engine will keep, before anything is allocated."""
+    """What an engine will keep, before anything is allocated.
+
+    Attributes:
+        schemas: of each binding, with the codecs that its planes are stored by.
+        shard_bindings: binding index by space and shard; bindings without planes are in no space.
+    """
 
     optimizer: torch.optim.Optimizer
     bindings: list[Binding]
     schemas: list[StateSchema]
     layout: Layout
     shard_bindings: list[list[int]]
-    """Binding index by space and shard; bindings without planes are in no space."""
+
+
+def moment_codec(plane: PlaneSpec, moment_dtype: str, moment_rounding: str, kind: str) -> str:
+    """Name of the codec that stores a state plane.
+
+    Args:
+        plane: as the optimizer keeps it; what it does not keep in fp32 stays as it is.
+        moment_dtype: "fp32", "bf16" or "int8".
+        moment_rounding: "nearest" or "stochastic".
+        kind: the optimizer's class, for messages.
+
+    Raises:
+        UnsupportedError: 8 bits are asked for and there is no codec for such a plane.
+    """
+    if moment_dtype == "fp32" or plane.codec != "fp32":
+        return plane.codec
+    if moment_dtype == "bf16":
+        name = "fp32:bf16"
+    elif plane.name in INT8_CODECS:
+        name = INT8_CODECS[plane.name]
+    else:
+        raise UnsupportedError(
+            f"moment_dtype is 'int8', and {kind} keeps {plane.name!r}, which has no 8-bit "
+            f"encoding: only {', '.join(INT8_CODECS)} have one: use 'bf16' or 'fp32'"
+        )
+    return name + ("-sr" if moment_rounding == "stochastic" else "")
+
+
+def _encoded(
+    schema: StateSchema, moment_dtype: str, moment_rounding: str, kind: str
+) -> StateSchema:
+    planes = (
+        replace(plane, codec=moment_codec(plane, moment_dtype, moment_rounding, kind))
+        for plane in schema.planes
+    )
+    return replace(schema, planes=tuple(planes))
 
 
 @torch.no_grad()
 def plan_engine(
-    optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], bucket_size_bytes: int
+    optimizer: torch.optim.Optimizer,
+    bindings: Sequence[Binding],
+    bucket_size_bytes: int,
+    *,
+    moment_dtype: str = "fp32",
+    moment_rounding: str = "stochastic",
 ) -> EnginePlan:
     """Ask the optimizer what it keeps and lay it out.
 
+    Args:
+        optimizer: its groups hold the bindings' mains.
+        bindings: all shards.
+        bucket_size_bytes: decoded bytes of a bucket.
+        moment_dtype, moment_rounding: how fp32 state planes are stored, see `StreamConfig`. Main
+            planes are always fp32.
+
     Raises:
-        UnsupportedError: the optimizer cannot be streamed, or holds a parameter without binding.
+        UnsupportedError: the optimizer cannot be streamed, or holds a parameter without binding,
+            or a state tensor that cannot be stored as asked.
         ConfigError: the bucket size is too small.
     """
     group_of = {
@@ -80,7 +142,12 @@ def plan_engine(
     for binding in bindings:
         key = (group_of[id(binding.main)], binding.main.dtype, binding.main.device)
         if key not in known:
-            known[key] = discover_schema(optimizer, *key)
+            known[key] = _encoded(
+                discover_schema(optimizer, *key),
+                moment_dtype,
+                moment_rounding,
+                type(optimizer).__name__,
+            )
         schemas.append(known[key])
 
     members: dict[tuple[PlaneSpec, ...], list[int]] = {}

@@ -84,7 +84,16 @@ class Runtime:
         Raises:
             GdsOptimizerError: what failed; no file, descriptor, thread or buffer stays behind.
         """
-        plans = [plan_engine(p.optimizer, p.bindings, config.bucket_size) for p in parts]
+        plans = [
+            plan_engine(
+                part.optimizer,
+                part.bindings,
+                config.bucket_size,
+                moment_dtype=config.moment_dtype,
+                moment_rounding=config.moment_rounding,
+            )
+            for part in parts
+        ]
         report = decide_io_path(config, device)
         with contextlib.ExitStack() as undo:
             backend = make_backend(
@@ -125,7 +134,12 @@ class Runtime:
     ) -> SlotPool:
         bucket_count = sum(len(plan.layout.buckets) for plan in plans)
         slot_bytes = max(plan.layout.max_file_bytes for plan in plans)
-        return SlotPool(max(1, min(config.slots, bucket_count)), slot_bytes, backend)
+        return SlotPool(
+            max(1, min(config.slots, bucket_count)),
+            slot_bytes,
+            backend,
+            scratch_bytes=max(plan.layout.max_scratch_bytes for plan in plans),
+        )
 
     def _log_setup(self, config: StreamConfig, rank: int) -> None:
         total_bytes = sum(engine.layout.total_bytes for engine in self.engines)
@@ -140,6 +154,16 @@ class Runtime:
             self.pool.slot_bytes / 2**20,
             self.pool.device,
         )
+        if config.moment_dtype != "fp32":
+            logger.info(
+                "rank %d: moments are kept in %s, rounded %s: training differs from fp32 moments; "
+                "%.1f MiB on %s hold a bucket's decoded ones",
+                rank,
+                config.moment_dtype,
+                "stochastically" if config.moment_rounding == "stochastic" else "to nearest",
+                self.pool.scratch_bytes / 2**20,
+                self.pool.device,
+            )
         logger.info("rank %d: %s", rank, self.report.summary())
         for finding in self.report.findings:
             if finding.severity in (Severity.WARN, Severity.MISSING):

@@ -76,6 +76,26 @@ class Scalars:
             state.setdefault(self.plan.bindings[index].main, dict(initial))
         self.adopt()
 
+    def steps_behind(self) -> int | None:
+        """How many steps the state has behind it by the optimizer's own counters; None without any.
+
+        They are in every kind of checkpoint. The largest one counts, since parameters that were
+        frozen for a while have smaller ones. Some optimizers count in their groups; in those of
+        others a framework may have left a counter that nobody keeps.
+        """
+        optimizer = self.plan.optimizer
+        held = [optimizer.state.get(binding.main, {}) for binding in self.plan.bindings]
+        for entries in (held, optimizer.param_groups):
+            counters = [
+                float(counter)
+                for counter in (entry.get("step") for entry in entries)
+                if isinstance(counter, int | float)
+                or (isinstance(counter, torch.Tensor) and counter.numel() == 1)
+            ]
+            if counters:
+                return int(max(counters))
+        return None
+
     def of(self, index: int) -> dict[str, Any]:
         """A copy of a binding's scalars."""
         held = self.plan.optimizer.state.get(self.plan.bindings[index].main, {})

@@ -3,7 +3,9 @@
 A slot is a buffer for one bucket's planes and footer. It is allocated once, outside torch's
 caching allocator (plain cudaMalloc through CuPy: GDS registers whole allocations, and the caching
 allocator's may be pieced together), registered once where the I/O path wants that, and shared by
-all engines of a process.
+all engines of a process. Where state is stored in another form than the optimizer steps, one more
+buffer, the scratch, holds the decoded values of the bucket that is being visited: visits come one
+after the other, so one is enough for all slots.
 
     FREE -> READING -> COMPUTING -> WRITING -> CACHED (-> FREE)
 
@@ -117,14 +119,23 @@ class SlotPool:
         count: number of slots.
         slot_bytes: bytes of each; rounded up to 4 KiB.
         backend: registers the buffers; decides the device.
+        scratch_bytes: bytes of the scratch; none where they are 0.
+
+    Attributes:
+        scratch: 1-D uint8 tensor on the device, 4 KiB-aligned, to be used on the compute stream
+            only; empty while the slots are suspended. It belongs to the visit at hand.
 
     Raises:
         ConfigError: the device has too little free memory; names bytes wanted and free.
     """
 
-    def __init__(self, count: int, slot_bytes: int, backend: IoBackend) -> None:
+    def __init__(
+        self, count: int, slot_bytes: int, backend: IoBackend, *, scratch_bytes: int = 0
+    ) -> None:
         self.backend = backend
         self.device = backend.device
+        self.scratch_bytes = scratch_bytes
+        self.scratch = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.slot_bytes = align_up(max(slot_bytes, PAGE_BYTES), PAGE_BYTES)
         self.slots: list[Slot] = []
         self._closed = False
@@ -139,21 +150,24 @@ class SlotPool:
     def _fill(self) -> None:
         try:
             for index in range(self._count):
-                buffer = self._allocate()
+                buffer = self._allocate(self.slot_bytes, f"slot {index}")
                 self.backend.register(buffer)
                 self.slots.append(Slot(index, buffer))
+            if self.scratch_bytes:
+                # No file is read into it or written from it, so nothing registers it.
+                self.scratch = self._allocate(self.scratch_bytes, "the decoded moments")
         except BaseException:
             self.suspend()
             raise
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return self.slot_bytes * len(self.slots)
+        """Bytes of all slots and of the scratch."""
+        return self.slot_bytes * len(self.slots) + self.scratch.numel()
 
-    def _allocate(self) -> torch.Tensor:
+    def _allocate(self, nbytes: int, what: str) -> torch.Tensor:
         if self.device.type != "cuda":
-            return allocate_host_buffer(self.slot_bytes)
+            return allocate_host_buffer(nbytes)
         try:
             import cupy
         except ImportError as error:
@@ -163,7 +177,7 @@ class SlotPool:
             ) from error
 
         # cudaMalloc promises 256-byte alignment only; O_DIRECT and GDS want whole pages.
-        room = self.slot_bytes + PAGE_BYTES
+        room = nbytes + PAGE_BYTES
         with cupy.cuda.Device(self.device.index):
             try:
                 memory = cupy.cuda.Memory(room)
@@ -177,13 +191,12 @@ class SlotPool:
                 except cupy.cuda.memory.OutOfMemoryError:
                     free, total = torch.cuda.mem_get_info(self.device)
                     raise ConfigError(
-                        f"slots: {self.slot_bytes} bytes for slot {len(self.slots)} are not to be "
-                        f"had on {self.device} ({free} of {total} bytes free): use fewer slots "
-                        "or a smaller bucket size"
+                        f"slots: {nbytes} bytes for {what} are not to be had on {self.device} "
+                        f"({free} of {total} bytes free): use fewer slots or a smaller bucket size"
                     ) from None
             shift = -memory.ptr % PAGE_BYTES
             pointer = cupy.cuda.MemoryPointer(memory, shift)
-            array = cupy.ndarray((self.slot_bytes,), dtype=cupy.uint8, memptr=pointer)
+            array = cupy.ndarray((nbytes,), dtype=cupy.uint8, memptr=pointer)
             buffer = torch.as_tensor(array, device=self.device)
         self._allocations.append(array)
         return buffer
@@ -229,6 +242,7 @@ class SlotPool:
                 self.backend.deregister(slot.buffer)
                 slot.release()
         self.slots.clear()
+        self.scratch = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._allocations.clear()
 
     def resume(self) -> None:

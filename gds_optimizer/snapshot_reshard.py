@@ -14,8 +14,9 @@ from gds_optimizer.codecs import get_codec
 from gds_optimizer.direct_file import CHUNK_BYTES
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import IoError, SnapshotError
-from gds_optimizer.layout import Bucket, Space
-from gds_optimizer.mapped_state import MappedState
+from gds_optimizer.layout import Bucket, Plane, Space, align_up
+from gds_optimizer.mapped_state import MappedState, reserve_scratch
+from gds_optimizer.mapping import plane_bytes
 from gds_optimizer.plan import MAIN_PLANE
 from gds_optimizer.snapshot import Placement
 from gds_optimizer.snapshot_match import (
@@ -27,6 +28,9 @@ from gds_optimizer.snapshot_match import (
     take_groups,
 )
 from gds_optimizer.snapshot_read import Part, check_bucket, open_part, part_keys
+
+# Elements that are decoded at a time: 16 MiB.
+_PART_NUMEL = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +81,11 @@ def other_layout(
             needed[cut.source.part.directory, bucket.index] = cut.source.part
     for (_, index), part in needed.items():
         check_bucket(part, index)
+    scratch = reserve_scratch(engine)  # while what the engine holds is still there
 
     def take() -> None:
         engine.store.thaw()
-        mapped = MappedState(engine, writable=True)
+        mapped = MappedState(engine, writable=True, scratch=scratch)
         for cut in cuts:
             end = cut.position + cut.stop - cut.start
             _copy_elements(cut, mapped.tensors(cut.binding, cut.position, end))
@@ -176,8 +181,12 @@ def _copy_elements(cut: _Cut, targets: dict[str, torch.Tensor]) -> None:
                 if not record.written[number]:
                     target.zero_()  # never written: what is in the file means nothing
                     continue
-                item_bytes = get_codec(plane.codec).dtype.itemsize
-                _read_into(target, path, file.fileno(), plane.offset + low * item_bytes)
+                codec = get_codec(plane.codec)
+                if codec.is_view:
+                    offset = plane.offset + low * codec.dtype.itemsize
+                    _read_into(target, path, file.fileno(), offset)
+                else:
+                    _decode_into(target, path, plane, bucket.numel, low)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         done += high - low
 
@@ -190,6 +199,21 @@ def _read_into(target: torch.Tensor, path: Path, fd: int, offset: int) -> None:
         if count == 0:
             raise IoError(path, "read", file_offset=offset, wanted_bytes=len(view), got=done)
         done += count
+
+
+def _decode_into(target: torch.Tensor, path: Path, plane: Plane, numel: int, low: int) -> None:
+    """Elements of an encoded plane (of `numel`) from `low` on, as many as the target has."""
+    codec, encoded = get_codec(plane.codec), plane_bytes(path, plane)
+    done = 0
+    while done < target.numel():
+        start, stop = low + done, min(low + done + _PART_NUMEL, low + target.numel())
+        # The codec handles whole blocks, which saved shards need not be cut at.
+        first = start // codec.range_numel * codec.range_numel
+        last = min(align_up(stop, codec.range_numel), numel)
+        values = torch.empty(last - first, dtype=codec.dtype)
+        codec.decode_into(encoded, values, numel=numel, start=first)
+        target[done : done + stop - start].copy_(values[start - first : stop - first])
+        done += stop - start
 
 
 def _scalars(engine: Engine, cuts: list[_Cut], peers: list[Part]) -> Scalars:

@@ -43,8 +43,8 @@ def prepare_part(
     """Find out whether a snapshot can become the state of an engine; nothing is changed.
 
     With the layout that the snapshot was taken from, the files will be linked (or, from another
-    file system, copied). With another number of data-parallel ranks or other bucket sizes,
-    elements are found by shard name and range.
+    file system, copied). With another number of data-parallel ranks, other bucket sizes or moments
+    kept in another form, elements are found by shard name and range.
 
     Args:
         engine: is to get the state, also after a failed step.

@@ -25,6 +25,7 @@ class StepPass:
         stepper: runs the optimizer's arithmetic.
         pool: the slots, for their compute stream.
         step: number that this step gets, from 1.
+        rounding_step: number that the seeds of stochastic rounding are made of.
 
     Attributes:
         active: buckets to visit: those with a gradient, or with mains the model does not know.
@@ -34,7 +35,14 @@ class StepPass:
     """
 
     def __init__(
-        self, buckets: BucketState, scalars: Scalars, stepper: Stepper, pool: SlotPool, step: int
+        self,
+        buckets: BucketState,
+        scalars: Scalars,
+        stepper: Stepper,
+        pool: SlotPool,
+        step: int,
+        *,
+        rounding_step: int,
     ) -> None:
         self.plan = buckets.plan
         self.buckets = buckets
@@ -42,6 +50,7 @@ class StepPass:
         self.stepper = stepper
         self.pool = pool
         self.step = step
+        self.rounding_step = rounding_step
         self._groups = {
             id(main): index
             for index, group in enumerate(self.plan.optimizer.param_groups)
@@ -91,6 +100,7 @@ class StepPass:
                 self._new_scalars.setdefault(piece.binding, kept)
         if MAIN_PLANE in planes:
             buckets.copy_main_to_model(index, planes[MAIN_PLANE])
+        buckets.encode(index, slot, planes, active, step=self.rounding_step)
 
         written = BucketRecord(self.step, [True] * len(bucket.planes))
         buckets.seal(index, slot, written)

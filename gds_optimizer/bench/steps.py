@@ -157,7 +157,7 @@ def run_bench(
 
     Args:
         config: directories, path, slots and so on.
-        numel: parameters; their state takes 12 bytes each in the directories.
+        numel: parameters; their state takes up to 12 bytes each in the directories.
         steps: how many to time, at least 1; one before them is not counted.
         device: where parameters and slots are.
         limit_bytes: of the files over which the drives are measured.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Time optimizer steps whose state is in the directories, and what the drives would allow at best: a
 loop of plain direct reads and writes that shares no code with the steps, run between them. Needs
-room for 12 bytes a parameter and at most 4 GiB more; leaves nothing behind.
+room for up to 12 bytes a parameter and at most 4 GiB more; leaves nothing behind.
 """
 EPILOG = """\
 exit status: 0 measured; 2 wrong usage; 3 the path asked for is not to be had; 1 anything else.
@@ -41,6 +41,12 @@ def register(subparsers: SubParsers) -> None:
     parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")
     parser.add_argument("--slots", type=_count, default=3, help="buckets in memory (default 3)")
     parser.add_argument("--bucket-size", default="192MiB", help="e.g. 96MiB (default 192MiB)")
+    parser.add_argument(
+        "--moment-dtype", default="fp32", help="fp32, bf16 or int8: how moments are kept"
+    )
+    parser.add_argument(
+        "--moment-rounding", default="stochastic", help="or nearest; where they are not in fp32"
+    )
     parser.add_argument("--allow-tmpfs", action="store_true", help="accept a directory in memory")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -77,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
         io=arguments.io,
         bucket_size=arguments.bucket_size,
         slots=arguments.slots,
+        moment_dtype=arguments.moment_dtype,
+        moment_rounding=arguments.moment_rounding,
         allow_tmpfs=arguments.allow_tmpfs,
     )
     result = run_bench(

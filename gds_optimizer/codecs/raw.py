@@ -10,6 +10,9 @@ from gds_optimizer.codecs.base import Codec
 class RawCodec(Codec):
     """Identity encoding of one dtype; little-endian, as the hardware stores it."""
 
+    is_view = True
+    is_lossless = True
+
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
         self.dtype = dtype
@@ -23,3 +26,30 @@ class RawCodec(Codec):
     def encode(self, values: torch.Tensor, encoded: torch.Tensor) -> None:
         if values.data_ptr() != encoded.data_ptr():
             self.decode(encoded, values.numel()).copy_(values)
+
+    def decode_into(
+        self,
+        encoded: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        numel: int | None = None,
+        start: int = 0,
+    ) -> None:
+        numel = self.check_part(encoded, values, numel, start)
+        part = self.decode(encoded, numel)[start : start + values.numel()]
+        if values.data_ptr() != part.data_ptr():
+            values.copy_(part)
+
+    def encode_from(
+        self,
+        values: torch.Tensor,
+        encoded: torch.Tensor,
+        *,
+        numel: int | None = None,
+        start: int = 0,
+        seed: int = 0,
+    ) -> None:
+        numel = self.check_part(encoded, values, numel, start)
+        part = self.decode(encoded, numel)[start : start + values.numel()]
+        if values.data_ptr() != part.data_ptr():
+            part.copy_(values)

@@ -81,9 +81,9 @@ pools: list[SlotPool] = []
 
 
 class NotedPool(SlotPool):
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         pools.append(self)
-        super().__init__(*arguments)
+        super().__init__(*arguments, **options)
 
 
 def build(directory: Path, *, eager: bool = True, sizes: Any = SIZES) -> Runtime:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gds_optimizer.codecs import get_codec, rounding_seed
 from gds_optimizer.engine import Engine
 from gds_optimizer.evicted import evict_, evicted_like
 from gds_optimizer.io import IoBackend
@@ -36,7 +37,7 @@ Grads = Sequence[torch.Tensor | None]
 
 def same_bits(first: Any, second: Any) -> bool:
     """Whether two tensors or numbers are equal to the bit: -0.0 is not 0.0, and NaN is itself."""
-    a, b = torch.as_tensor(first).detach(), torch.as_tensor(second).detach()
+    a, b = torch.as_tensor(first).detach().cpu(), torch.as_tensor(second).detach().cpu()
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(
         a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
     )
@@ -82,6 +83,7 @@ class StreamedOptimizer:
         initialize: write the first mains now ("eager"), in the first step ("lazy"), or start from
             state that is given ("given": the optimizer is built and stepped resident before, by
             `warm_up`, and its mains evicted in place).
+        moments: `moment_dtype` and `moment_rounding` of `plan_engine`.
         backend, pool: shared ones; None for own ones, which `close` closes.
     """
 
@@ -103,6 +105,7 @@ class StreamedOptimizer:
         name: str = NAME,
         timeout_s: float = 60.0,
         names: Sequence[str] | None = None,
+        moments: Mapping[str, str] | None = None,
     ) -> None:
         self.models = list(models)
         names = names or [f"p{index}" for index in range(len(models))]
@@ -142,11 +145,16 @@ class StreamedOptimizer:
         ]
         roots = [directories] if isinstance(directories, Path) else list(directories)
         with contextlib.ExitStack() as undo:
-            self.plan = plan_engine(self.optimizer, bindings, bucket_size)
+            self.plan = plan_engine(self.optimizer, bindings, bucket_size, **(moments or {}))
             self.backend = backend or io_backends.make(kind)
             if backend is None:
                 undo.callback(self.backend.close)
-            self.pool = pool or SlotPool(slots, self.plan.layout.max_file_bytes, self.backend)
+            self.pool = pool or SlotPool(
+                slots,
+                self.plan.layout.max_file_bytes,
+                self.backend,
+                scratch_bytes=self.plan.layout.max_scratch_bytes,
+            )
             if pool is None:
                 undo.callback(self.pool.close)
             self.store = Store(self.plan.layout, roots, name, self.backend)
@@ -201,8 +209,42 @@ class ResidentOptimizer:
         return {"main": self.mains[index], **self.optimizer.state.get(self.mains[index], {})}
 
 
+def round_moments(engine: Engine, resident: ResidentOptimizer, stepped: Container[int]) -> None:
+    """Round the moments that a resident step has left as a streamed run stores them.
+
+    Each bucket's planes are put together, encoded and decoded as a whole, on the CPU; pieces that
+    were not stepped stay as they are.
+    """
+    layout = engine.layout
+    for bucket in layout.buckets:
+        members = engine.plan.shard_bindings[bucket.space]
+        for number, plane in enumerate(bucket.planes):
+            codec = get_codec(plane.codec)
+            if codec.is_view:
+                continue
+            whole = torch.zeros(bucket.numel)
+            pieces = []
+            for piece in bucket.pieces:
+                values = resident.state(members[piece.shard]).get(plane.name)
+                if values is not None:
+                    part = values[piece.shard_offset : piece.shard_offset + piece.numel]
+                    whole[piece.bucket_offset : piece.bucket_offset + piece.numel].copy_(part)
+                    pieces.append((members[piece.shard], piece, part))
+            encoded = torch.full((plane.nbytes,), 0xA5, dtype=torch.uint8)
+            seed = rounding_seed(engine.steps, bucket.index, number)
+            codec.encode_from(whole, encoded, seed=seed)
+            rounded = codec.decode(encoded, bucket.numel)
+            for index, piece, part in pieces:
+                if index in stepped:
+                    part.copy_(rounded[piece.bucket_offset : piece.bucket_offset + piece.numel])
+
+
 class Pair:
-    """A resident and a streamed optimizer that get the same gradients."""
+    """A resident and a streamed optimizer that get the same gradients.
+
+    Where the streamed one does not keep its moments in fp32, the resident one's are rounded after
+    each step as the other's are stored.
+    """
 
     def __init__(
         self,
@@ -213,13 +255,15 @@ class Pair:
         groups: Mapping[int, Mapping[str, Any]] | None = None,
         native: Sequence[int] = (),
         dtype: torch.dtype = torch.bfloat16,
+        device: str = "cpu",
         **options: Any,
     ) -> None:
         self.sizes = list(sizes)
         self.native = set(native)
+        self.device = device
 
         def models() -> list[torch.Tensor]:
-            values = first_values(sizes, dtype=dtype)
+            values = [v.to(device) for v in first_values(sizes, dtype=dtype)]
             return [v.float() if i in self.native else v for i, v in enumerate(values)]
 
         self.resident = ResidentOptimizer(make, models(), groups=groups, native=native)
@@ -237,8 +281,12 @@ class Pair:
 
     def step(self, step: int, without: Sequence[int] = ()) -> None:
         grads = grads_of(self.sizes, step, without)
+        grads = [None if grad is None else grad.to(self.device) for grad in grads]
         self.resident.step(grads)
         self.streamed.step(grads)
+        if self.engine.layout.max_scratch_bytes:
+            stepped = {index for index, grad in enumerate(grads) if grad is not None}
+            round_moments(self.engine, self.resident, stepped)
 
     def check_models(self) -> None:
         for index, (a, b) in enumerate(

@@ -126,10 +126,13 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_prints_json_alone_on_stdout(tmp_path):
     done = run_cli(
-        "--dir", str(tmp_path), "--numel", "1e5", "--steps", "1", "--device", "cpu", "--json"
+        *("--dir", str(tmp_path), "--numel", "1e5", "--steps", "1", "--device", "cpu", "--json"),
+        *("--moment-dtype", "int8", "--moment-rounding", "nearest"),
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["numel"] == NUMEL
+    data = json.loads(done.stdout)
+    assert data["numel"] == NUMEL
+    assert 6 * NUMEL < data["bytes"]["written"] < 7 * NUMEL
     assert "step 1" in done.stderr
 
 

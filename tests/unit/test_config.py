@@ -106,6 +106,7 @@ def test_defaults_are_the_documented_ones(directory):
     assert (defaults.slots, defaults.io_threads) == (3, 16)
     assert defaults.io_task_size == 16 * 2**20
     assert defaults.allow_tmpfs is False
+    assert (defaults.moment_dtype, defaults.moment_rounding) == ("fp32", "stochastic")
 
 
 def test_sizes_may_be_text(directory):
@@ -135,6 +136,9 @@ REJECTED = [
     ("io", None, "auto, gds"),
     ("init", "soon", "auto, eager, lazy"),
     ("self_check", "maybe", "auto, always, never"),
+    ("moment_dtype", "fp16", "fp32, bf16, int8"),
+    ("moment_dtype", None, "fp32, bf16"),
+    ("moment_rounding", "up", "nearest, stochastic"),
     ("slots", 0, "from 1 to 64"),
     ("slots", 65, "from 1 to 64"),
     ("slots", 2.5, "whole number"),

@@ -25,7 +25,7 @@ import torch
 
 import gds_optimizer
 from gds_optimizer import checksum as checksum_module
-from gds_optimizer import codecs, errors, footer, self_check
+from gds_optimizer import codecs, errors, footer, plan, self_check
 from gds_optimizer import config as config_module
 from gds_optimizer.cli.main import build_parser
 from gds_optimizer.config import StreamConfig, add_arguments, parse_size
@@ -39,7 +39,14 @@ from gds_optimizer.demo.report import (
 )
 from gds_optimizer.errors import ConfigError
 from gds_optimizer.io import IoPath
-from gds_optimizer.layout import LAYOUT_VERSION, PlaneSpec, Shard, SpaceSpec, plan_layout
+from gds_optimizer.layout import (
+    LAYOUT_VERSION,
+    PlaneSpec,
+    Shard,
+    SpaceSpec,
+    bucket_numel_for,
+    plan_layout,
+)
 from gds_optimizer.megatron import refusals, setup
 from gds_optimizer.probing import reasons
 from gds_optimizer.slots import SlotState
@@ -56,6 +63,8 @@ README = PAGES["README.md"]
 CONFIGURATION = PAGES["docs/configuration.md"]
 MATRIX = PAGES["docs/support-matrix.md"]
 FORMAT = PAGES["docs/file-format.md"]
+PRECISION = PAGES["docs/precision.md"]
+MOMENT_DTYPE = "--stream-optimizer-state-moment-dtype"
 HOW = PAGES["docs/how-it-works.md"]
 START = PAGES["docs/getting-started-megatron.md"]
 
@@ -324,7 +333,8 @@ def test_every_flag_has_its_paragraph():
 
 
 def test_what_flags_accept(tmp_path):
-    choices = {"io": "IO_CHOICES", "init": "INIT_CHOICES", "self_check": "SELF_CHECK_CHOICES"}
+    fields_with_choices = ("io", "init", "self_check", "moment_dtype", "moment_rounding")
+    choices = {name: f"{name.upper()}_CHOICES" for name in fields_with_choices}
     for _, field, _, accepts in table(CONFIGURATION, "flag"):
         name = "".join(code_of(field))
         if name in choices:
@@ -521,6 +531,63 @@ def test_codecs():
     assert set(code_of(sentence)) == set(codecs._BY_NAME)
 
 
+def test_encoded_planes(reader):
+    """Every codec of moments is named, and read by the snippet as by the package."""
+    named = [
+        name
+        for cell, *_ in table(section(FORMAT, "Encoded planes"), "codec")
+        for name in code_of(cell)
+    ]
+    assert set(named) == {name for name in codecs._ENCODED_BY_NAME if name.startswith("fp32:")}
+    for name in named:
+        values = torch.randn(2048, generator=torch.Generator().manual_seed(1))
+        values *= torch.logspace(-20, 3, 2048)
+        values[100:300], values[1500] = 0, torch.nan
+        values = values.abs() if "unsigned" in name else values
+        codec = codecs.get_codec(name)
+        plane = torch.zeros(4096, dtype=torch.uint8)
+        codec.encode_from(values, plane)
+        found = torch.from_numpy(reader["decode"](plane.numpy(), 2048, name).copy())
+        assert same_bits(found, codec.decode(plane, 2048)), name
+
+
+def test_precision():
+    rows = table(section(PRECISION, "Bytes"), f"`{MOMENT_DTYPE}`")
+    assert [code_of(row[0])[0] for row in rows] == list(config_module.MOMENT_DTYPE_CHOICES)
+    for row in rows:
+        (kind,) = code_of(row[0])
+        moments = [
+            PlaneSpec(name=name, codec=plan.moment_codec(PlaneSpec(name=name), kind, "nearest", ""))
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
+        space = SpaceSpec(
+            planes=(PlaneSpec(name="main"), *moments), shards=(Shard(name="s", numel=2**24),)
+        )
+        size = fields_by_name(StreamConfig)["bucket_size"]
+        (bucket,) = plan_layout([space], bucket_numel=bucket_numel_for(size, [space])).buckets
+        nbytes = bucket.footer_offset
+        assert row[1:] == [
+            f"{nbytes / 2**24:.3g}",
+            f"{100 * nbytes / (12 * 2**24):.0f} %",
+            f"{fields_by_name(StreamConfig)['slots']} × {nbytes / 2**20:g} MiB",
+            f"{bucket.scratch_bytes // 2**20} MiB" if bucket.scratch_bytes else "0",
+        ]
+    head, *_ = [
+        line.strip("| ").split(" | ")
+        for line in section(PRECISION, "How moments are stored").splitlines()
+        if line.startswith("|")
+    ]
+    signs = [code_of(cell) for cell in head]
+    assert dict.fromkeys(signs[0], "signed") | dict.fromkeys(signs[1], "unsigned") == {
+        name: codec.removeprefix("fp32:int8-") for name, codec in plan.INT8_CODECS.items()
+    }
+    matrix = {
+        code_of(row[0])[0]: row[1] for row in table(section(MATRIX, "Precision"), "moments kept in")
+    }
+    assert list(matrix) == list(config_module.MOMENT_DTYPE_CHOICES)
+    assert code_of(matrix["int8"]) == list(plan.INT8_CODECS)
+
+
 def test_the_checksum_s_example():
     values = np.array([1, 2, 0.5, -1], dtype="<f4")
     first, second = (int(word) for word in values.view("<u8"))
@@ -602,7 +669,7 @@ def test_the_snippet_notices_damage(tmp_path, reader):
 
 def test_the_snippet_knows_several_spaces(tmp_path, reader):
     """Buckets of later spaces are numbered after those of the first."""
-    moments = PlaneSpec(name="exp_avg")
+    moments = PlaneSpec(name="exp_avg", codec="fp32:int8-signed-sr")
     sizes = [[0, 1, 3000, 64, 0], [5000, 7], [0], [1024]]
     layout = plan_layout(
         [

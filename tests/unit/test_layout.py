@@ -25,7 +25,7 @@ from gds_optimizer.layout import (
     SpaceSpec,
     align_up,
     bucket_numel_for,
-    file_bytes_per_element,
+    decoded_bytes_per_element,
     plan_layout,
 )
 
@@ -363,6 +363,25 @@ def test_bucket_length_is_the_largest_that_fits(bucket_size_bytes, planes):
     assert encoded_bytes(numel) <= bucket_size_bytes < encoded_bytes(numel + BUCKET_ALIGNMENT)
 
 
+def test_encoding_makes_files_smaller_and_buckets_no_longer():
+    encoded = (ADAM[0], *(dataclasses.replace(plane, codec="fp32:bf16") for plane in ADAM[1:]))
+    plain, small = [space_of(20 * MIB)], [space_of(20 * MIB, planes=encoded)]
+    assert bucket_numel_for(192 * MIB, small) == bucket_numel_for(192 * MIB, plain) == 16 * MIB
+    layout = plan_layout(small, bucket_numel=16 * MIB)
+    assert layout.max_file_bytes == 128 * MIB + PAGE_BYTES
+    assert layout.max_scratch_bytes == 128 * MIB
+    assert plan_layout(plain, bucket_numel=16 * MIB).max_scratch_bytes == 0
+
+
+def test_shards_start_where_blocks_do():
+    planes = (PlaneSpec(name="main"), PlaneSpec(name="exp_avg", codec="fp32:int8-signed-sr"))
+    specs = [space_of(1, 300, 64, planes=planes), space_of(1, 300, prefix="plain")]
+    layout = plan_layout(specs, bucket_numel=1024)
+    assert layout.spaces[0].shard_starts == (0, 256, 768)
+    assert layout.spaces[1].shard_starts == (0, 64)
+    assert Layout.from_description(layout.describe()) == layout
+
+
 def test_bucket_length_names_the_smallest_size_that_works():
     with pytest.raises(ConfigError, match=r"12287 bytes.*1024 elements of 12 bytes.*takes 12288"):
         bucket_numel_for(12287, [space_of(1)])
@@ -375,11 +394,17 @@ def test_bucket_length_without_any_state_is_the_smallest():
 
 @pytest.mark.parametrize(
     ("codecs", "expected"),
-    [(("fp32",) * 3, 12), (("fp32", "bf16", "bf16"), 8), (("int8",), 1), (("fp64", "int16"), 10)],
+    [
+        (("fp32",) * 3, 12),
+        (("fp32", "bf16", "bf16"), 8),
+        (("int8",), 1),
+        (("fp64", "int16"), 10),
+        (("fp32", "fp32:bf16", "fp32:int8-unsigned-sr"), 12),
+    ],
 )
 def test_bytes_per_element(codecs, expected):
     planes = [PlaneSpec(name=str(i), codec=codec) for i, codec in enumerate(codecs)]
-    assert file_bytes_per_element(planes) == expected
+    assert decoded_bytes_per_element(planes) == expected
 
 
 # --- refusals -------------------------------------------------------------------------------

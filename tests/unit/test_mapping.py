@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import gc
 import os
@@ -14,9 +15,10 @@ import torch
 
 from gds_optimizer import mapping as module
 from gds_optimizer.codecs import get_codec
-from gds_optimizer.errors import UnsupportedError
+from gds_optimizer.errors import NoSpaceError, UnsupportedError
+from gds_optimizer.io import allocate_host_buffer
 from gds_optimizer.layout import PlaneSpec, Shard, SpaceSpec, plan_layout
-from gds_optimizer.mapping import PlaneMapping, flush_and_drop
+from gds_optimizer.mapping import PlaneMapping, ScratchMapping, flush_and_drop, plane_bytes
 from tests.support.engines import open_files
 from tests.support.page_cache import resident_pages
 
@@ -251,3 +253,87 @@ def test_what_is_written_otherwise_is_seen_after_dropping(paths):
     with open(paths[0], "r+b") as file:
         file.write(np.full(1024, 7, dtype=np.float32).tobytes())
     assert set(tensor.tolist()) == {7.0}
+
+
+# ---------------------------------------------------------------------- decoded values
+
+
+def aligned(numel: int) -> torch.Tensor:
+    return allocate_host_buffer(4 * numel).view(torch.float32)
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_an_unnamed_file_as_a_run_of_values(tmp_path, writable):
+    files = open_files()
+    mapping = ScratchMapping(3 * 1024, torch.float32, tmp_path)
+    part = aligned(1024)
+    mapping.write(1024, part.fill_(7))
+    mapping.write(2048, part.copy_(torch.arange(1024)))
+    mapping.map(writable=writable)
+    assert open_files() == files
+    assert list(tmp_path.iterdir()) == []
+    tensor = mapping.tensor(1000, 2072)
+    wanted = torch.cat([torch.zeros(24), torch.full((1024,), 7.0), torch.arange(1024.0)])
+    assert torch.equal(tensor, wanted)
+    if writable:
+        tensor.mul_(2)
+        mapping.drop()
+        assert torch.equal(mapping.tensor(1000, 2072), 2 * wanted)
+    del mapping
+    gc.collect()
+    assert mappings_of(tmp_path) == 1  # the tensor keeps it
+    del tensor
+    gc.collect()
+    assert mappings_of(tmp_path) == 0
+
+
+def test_an_unnamed_file_that_nobody_maps_is_closed(tmp_path):
+    files = open_files()
+    mapping = ScratchMapping(1024, torch.float32, tmp_path)
+    assert len(open_files()) == len(files) + 1
+    del mapping
+    gc.collect()
+    assert open_files() == files
+
+
+@pytest.mark.parametrize("refused", [os.O_DIRECT, os.O_TMPFILE])
+def test_file_systems_that_know_less(tmp_path, monkeypatch, refused):
+    """There is none of either kind here, so that it is made up."""
+    plain = os.open
+
+    def choosy(path, flags, *args, **options):
+        if flags & refused == refused:
+            raise OSError(errno.EINVAL, "made up")
+        return plain(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", choosy)
+    mapping = ScratchMapping(1024, torch.float32, tmp_path)
+    mapping.write(0, aligned(1024).fill_(3))
+    mapping.map(writable=False)
+    assert (mapping.tensor(0, 1024) == 3).all()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unnamed_file_that_does_not_fit(tmp_path):
+    files = open_files()
+    with pytest.raises(NoSpaceError, match=rf"values need {2**45} bytes .*, and \d+ are free"):
+        ScratchMapping(2**43, torch.float32, tmp_path)
+    gc.collect()
+    assert open_files() == files
+
+
+def test_the_bytes_of_one_plane(paths):
+    bucket = LAYOUT.buckets[1]
+    plane, before = bucket.planes[1], paths[1].read_bytes()
+    stored = before[plane.offset : plane.offset + plane.nbytes]
+    private = plane_bytes(paths[1], plane)
+    assert bytes(private.numpy()) == stored
+    private.zero_()
+    assert paths[1].read_bytes() == before
+    shared = plane_bytes(paths[1], plane, writable=True)
+    shared.zero_()
+    expected = before[: plane.offset] + bytes(plane.nbytes) + before[plane.offset + plane.nbytes :]
+    assert paths[1].read_bytes() == expected
+    os.truncate(paths[1], plane.offset + plane.nbytes - 1)
+    with pytest.raises(ValueError, match="mmap"):
+        plane_bytes(paths[1], plane)

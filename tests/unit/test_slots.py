@@ -95,6 +95,22 @@ def test_suspending_gives_the_memory_back_and_resuming_takes_it_again():
     assert pool.slots == []
 
 
+def test_the_scratch_comes_and_goes_with_the_slots():
+    backend = RecordingBackend()
+    pool = SlotPool(2, 4096, backend, scratch_bytes=5000)
+    assert (pool.scratch.dtype, pool.scratch.shape) == (torch.uint8, (5000,))
+    assert pool.scratch.data_ptr() % 4096 == 0
+    assert pool.nbytes == 2 * 4096 + 5000
+    assert len(backend.registered) == 2  # no transfer touches it
+    pool.suspend()
+    assert (pool.nbytes, pool.scratch.numel()) == (0, 0)
+    pool.resume()
+    assert pool.nbytes == 2 * 4096 + 5000
+    pool.close()
+    assert pool.nbytes == 0
+    assert SlotPool(1, 4096, RecordingBackend()).scratch.numel() == 0
+
+
 def test_suspended_memory_is_really_free():
     """In a process of its own, since other tests' memory would blur the figure."""
     program = """
