@@ -732,7 +732,8 @@ def test_steps_go_forwards_and_backwards(tmp_path):
     with streamed(tmp_path, slots=3) as run:
         for step in range(4):
             run.step(grads_of(SIZES, step))
-            assert run.engine.last_stats.cached_buckets == 3
+            # A write that overtakes an older one frees its slot first, and that bucket is read.
+            assert 1 <= run.engine.last_stats.cached_buckets <= 3
             assert run.engine.last_stats.buckets == len(run.layout.buckets)
 
 
