@@ -112,7 +112,8 @@ def test_a_write_that_fails_in_the_third_of_five_buckets(tmp_path, kind, slots):
         for use in (lambda: step(run, 2), run.engine.drain, run.engine.read_state):
             with pytest.raises(StepFailedError) as again:
                 use()
-            assert again.value is caught.value
+            assert str(again.value) == str(caught.value)
+            assert again.value.__cause__ is caught.value.__cause__
         run.engine.close()
         run.engine.close()
     assert open_files() == before
