@@ -16,18 +16,17 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.megatron.checkpointing import BUCKET_SHAPED, MODEL_SHAPED
 
-pytestmark = [pytest.mark.faults, pytest.mark.megatron]
+pytestmark = [pytest.mark.faults, pytest.mark.megatron, pytest.mark.slow]
 
 FORMATS = (BUCKET_SHAPED, MODEL_SHAPED)
-POINTS = 10
-"""Deaths in each format in the default run; `--slow` dies twice as often."""
+POINTS = 20
+"""Deaths in each format."""
 
 
 @pytest.fixture(scope="module")
-def deaths(tmp_path_factory, request):
-    points = 2 * POINTS if request.config.getoption("slow") else POINTS
+def deaths(tmp_path_factory):
     directory = tmp_path_factory.mktemp("portable")
-    command = [sys.executable, "-m", "tests.faults.portable_save", str(directory), str(points)]
+    command = [sys.executable, "-m", "tests.faults.portable_save", str(directory), str(POINTS)]
     ended = subprocess.run(
         command,
         cwd=REPOSITORY,
@@ -41,7 +40,7 @@ def deaths(tmp_path_factory, request):
     results = json.loads(ended.stdout.splitlines()[-1])
     by_kind = {kind: [each for each in results if each["kind"] == kind] for kind in FORMATS}
     for each in by_kind.values():
-        assert [result["died"] for result in each] == [False] + [True] * points
+        assert [result["died"] for result in each] == [False] + [True] * POINTS
     return by_kind
 
 

@@ -41,7 +41,7 @@ from tests.megatron.harness import compare_records
 from tests.megatron.streaming import SMALL_BUCKET_BYTES, Streaming
 from tests.support.snapshots import flip
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 EARLY, LATE, STEPS = 2, 4, 7
 STREAMING = Streaming(bucket_size=3 * SMALL_BUCKET_BYTES)

@@ -33,7 +33,7 @@ from tests.megatron.harness import run_ranks
 from tests.megatron.streaming import Streaming
 from tests.support.page_cache import resident_pages
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 MIB = 2**20
 BUCKET_BYTES = 24 * MIB

@@ -32,7 +32,7 @@ from tests.megatron.checkpointing import (
 from tests.megatron.harness import compare_states
 from tests.megatron.streaming import SMALL_BUCKET_BYTES, Streaming
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 SAVED = 3
 STEPS = 5
