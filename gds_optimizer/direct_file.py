@@ -32,6 +32,27 @@ def _open(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
+def read_exactly(path: Path, fd: int, into: memoryview, offset: int) -> None:
+    """Fill `into` from a file, however few bytes a call brings.
+
+    Args:
+        path: for messages.
+        fd: the open file.
+        into: writable bytes.
+        offset: where to start, in bytes.
+
+    Raises:
+        IoError: the file ends before.
+        OSError: reading failed.
+    """
+    done = 0
+    while done < len(into):
+        count = os.preadv(fd, [into[done:]], offset + done)
+        if count == 0:
+            raise IoError(path, "read", file_offset=offset, wanted_bytes=len(into), got=done)
+        done += count
+
+
 def read_chunks(path: Path, start: int, end: int) -> Iterator[torch.Tensor]:
     """Bytes `start` to `end` of a file in chunks; each is good until the next is asked for.
 
@@ -58,12 +79,7 @@ def read_chunks(path: Path, start: int, end: int) -> Iterator[torch.Tensor]:
             )
         for position in range(start, end, buffer.numel()):
             nbytes = min(buffer.numel(), end - position)
-            done = 0
-            while done < nbytes:
-                count = os.preadv(fd, [view[done:nbytes]], position + done)
-                if count == 0:
-                    raise IoError(path, "read", file_offset=position, wanted_bytes=nbytes, got=done)
-                done += count
+            read_exactly(path, fd, view[:nbytes], position)
             yield buffer[:nbytes]
         # Where there is no direct I/O the pages came through the cache.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from gds_optimizer.direct_file import PlaneChecksums
+from gds_optimizer.direct_file import PlaneChecksums, read_exactly
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import CorruptBucketError, GdsOptimizerError, IoError
 from gds_optimizer.footer import parse_footer
@@ -146,15 +146,8 @@ class FrozenCheck:
 
 def _read(file: _File, offset: int, into: bytearray) -> bytearray:
     """Through the page cache, where the writer finds it too."""
-    view, done = memoryview(into), 0
     try:
-        while done < len(into):
-            count = os.preadv(file.fd, [view[done:]], offset + done)
-            if count == 0:
-                raise IoError(
-                    file.path, "read", file_offset=offset, wanted_bytes=len(into), got=done
-                )
-            done += count
+        read_exactly(file.path, file.fd, memoryview(into), offset)
     except OSError as error:
         if isinstance(error, IoError):
             raise

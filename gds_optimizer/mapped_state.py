@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
@@ -33,6 +32,7 @@ from gds_optimizer.mapping import (
     no_room_for_decoded,
     plane_bytes,
 )
+from gds_optimizer.store import free_bytes
 
 # Enough to keep a drive busy with page faults, and to compute checksums as fast as it reads.
 _THREADS = 4
@@ -53,21 +53,20 @@ class MappedState:
     Args:
         engine: quiet: nothing in flight, everything on disk.
         writable: tensors may be written; `commit` must follow before the next step.
-        scratch: room for decoded values, from `reserve_scratch`; by default it is taken now.
+        scratch: room for decoded values, from `reserve_scratch`.
 
     Raises:
-        NoSpaceError: there is no room for decoded values.
         StoreChangedError: a file is not the one that was created; touching what is mapped from
             one that somebody shortened would kill the process.
     """
 
-    def __init__(self, engine: Engine, *, writable: bool, scratch: Scratch | None = None) -> None:
+    def __init__(self, engine: Engine, *, writable: bool, scratch: Scratch) -> None:
         self.engine = engine
         self.writable = writable
         layout = engine.layout
         for bucket in layout.buckets:
             engine.store.check_unchanged(bucket.index)
-        self._scratch = reserve_scratch(engine) if scratch is None else scratch
+        self._scratch = scratch
         # Of encoded planes, by bucket and plane, when they were decoded.
         self._checksums: dict[tuple[int, int], int] = {}
         if self._scratch and not writable:
@@ -263,23 +262,18 @@ def reserve_scratch(engine: Engine) -> Scratch:
         if space.numel and not codec.is_view
     }
     needed_bytes = sum(numel * dtype.itemsize for numel, dtype in wanted.values())
-    free_bytes = sum({os.stat(each).st_dev: _free_bytes(each) for each in directories}.values())
-    if needed_bytes > free_bytes:
-        raise no_room_for_decoded(", ".join(map(str, directories)), needed_bytes, free_bytes)
+    room_bytes = free_bytes(*directories)
+    if needed_bytes > room_bytes:
+        raise no_room_for_decoded(", ".join(map(str, directories)), needed_bytes, room_bytes)
     scratch: Scratch = {}
     try:
         for key, (numel, dtype) in wanted.items():
-            scratch[key] = ScratchMapping(numel, dtype, max(directories, key=_free_bytes))
+            scratch[key] = ScratchMapping(numel, dtype, max(directories, key=free_bytes))
     except BaseException:
         for mapping in scratch.values():
             mapping.close()  # at once: the traceback keeps the objects
         raise
     return scratch
-
-
-def _free_bytes(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
 
 
 def freeze_mapped(engine: Engine) -> None:

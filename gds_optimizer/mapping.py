@@ -28,6 +28,7 @@ import torch
 from gds_optimizer.codecs import get_codec
 from gds_optimizer.errors import NoSpaceError, UnsupportedError
 from gds_optimizer.layout import BUCKET_ALIGNMENT, PAGE_BYTES, Layout, Plane
+from gds_optimizer.store import free_bytes
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10
@@ -208,16 +209,15 @@ class ScratchMapping(Mapping):
             raise
 
     def _reserve(self, directory: Path) -> None:
-        status = os.statvfs(directory)
-        free_bytes = status.f_bavail * status.f_frsize
+        room_bytes = free_bytes(directory)
         try:
-            if self.nbytes > free_bytes:
+            if self.nbytes > room_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self._fd, 0, self.nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            raise no_room_for_decoded(str(directory), self.nbytes, free_bytes) from error
+            raise no_room_for_decoded(str(directory), self.nbytes, room_bytes) from error
 
     def write(self, start: int, values: torch.Tensor) -> None:
         """Put values (on the CPU) into the file from element `start` on, before it is mapped."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from gds_optimizer.codecs import get_codec
-from gds_optimizer.direct_file import CHUNK_BYTES
+from gds_optimizer.direct_file import read_exactly
 from gds_optimizer.engine import Engine
-from gds_optimizer.errors import IoError, SnapshotError
+from gds_optimizer.errors import SnapshotError
 from gds_optimizer.layout import Bucket, Plane, Space, align_up
 from gds_optimizer.mapped_state import MappedState, reserve_scratch
 from gds_optimizer.mapping import plane_bytes
@@ -184,21 +184,12 @@ def _copy_elements(cut: _Cut, targets: dict[str, torch.Tensor]) -> None:
                 codec = get_codec(plane.codec)
                 if codec.is_view:
                     offset = plane.offset + low * codec.dtype.itemsize
-                    _read_into(target, path, file.fileno(), offset)
+                    view = memoryview(target.view(torch.uint8).numpy().data)
+                    read_exactly(path, file.fileno(), view, offset)
                 else:
                     _decode_into(target, path, plane, bucket.numel, low)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         done += high - low
-
-
-def _read_into(target: torch.Tensor, path: Path, fd: int, offset: int) -> None:
-    view = memoryview(target.view(torch.uint8).numpy().data)
-    done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done : done + CHUNK_BYTES]], offset + done)
-        if count == 0:
-            raise IoError(path, "read", file_offset=offset, wanted_bytes=len(view), got=done)
-        done += count
 
 
 def _decode_into(target: torch.Tensor, path: Path, plane: Plane, numel: int, low: int) -> None:

@@ -173,14 +173,18 @@ def _retiring(path: Path, rank: int, name: str) -> list[tuple[int, int]]:
     return found
 
 
+def _roots(engines: Mapping[str, Engine]) -> set[Path]:
+    """The directories that the state of these engines was given."""
+    return {each.parent.parent for engine in engines.values() for each in engine.store.directories}
+
+
 def _clean(engines: Mapping[str, Engine], path: Path, placement: Placement) -> None:
     """Remove what killed runs left beside a snapshot, and links that none names any more."""
     removed: list[Path] = []
     try:
         if placement.rank == 0:
             removed += clean_incomplete(path.parent)
-        roots = {each.parent.parent for e in engines.values() for each in e.store.directories}
-        for root in roots:
+        for root in _roots(engines):
             removed += clean_links(root, of_complete=False)
     except Exception as error:  # noqa: BLE001 - ranks that share a drive may meet
         logger.warning("not all leftovers could be removed: %s", error)
@@ -189,7 +193,7 @@ def _clean(engines: Mapping[str, Engine], path: Path, placement: Placement) -> N
 
 
 def _mark_complete(engines: Mapping[str, Engine], path: Path, placement: Placement) -> None:
-    for root in {each.parent.parent for e in engines.values() for each in e.store.directories}:
+    for root in _roots(engines):
         try:
             mark_complete(root, rank_directory(path, placement.rank))
         except OSError as error:  # it is complete all the same, as long as it stays where it is

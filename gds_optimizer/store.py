@@ -131,8 +131,7 @@ class Store:
 
     def _no_space(self, path: Path, error: OSError) -> NoSpaceError:
         created = sum(self.layout.buckets[i].file_bytes for i in range(len(self.paths)))
-        status = os.statvfs(path.parent)
-        free = status.f_bavail * status.f_frsize
+        free = free_bytes(path.parent)
         if created < self.layout.total_bytes:
             what = (
                 f"the state of this optimizer needs {self.layout.total_bytes} bytes over "
@@ -285,13 +284,12 @@ class Store:
             directory_of.setdefault(device, directory)
             needed_bytes[device] += bucket.file_bytes
         for device, nbytes in needed_bytes.items():
-            status = os.statvfs(directory_of[device])
-            free_bytes = status.f_bavail * status.f_frsize
-            if nbytes > free_bytes:
+            room_bytes = free_bytes(directory_of[device])
+            if nbytes > room_bytes:
                 raise NoSpaceError(
                     f"{directory_of[device]} has too little room to keep the present files: the "
                     f"next step writes others instead, which need {nbytes} bytes, and "
-                    f"{free_bytes} are free: free space, keep fewer snapshots, or name a larger "
+                    f"{room_bytes} are free: free space, keep fewer snapshots, or name a larger "
                     "directory"
                 )
 
@@ -415,6 +413,12 @@ class Store:
                 stack.callback(owned.close)
             if not self.is_foreign:
                 stack.callback(self._close_files)
+
+
+def free_bytes(*directories: Path) -> int:
+    """What may still be allocated on the file systems of these directories, each counted once."""
+    status = {os.stat(each).st_dev: os.statvfs(each) for each in directories}
+    return sum(each.f_bavail * each.f_frsize for each in status.values())
 
 
 def _check_root(root: Path, directory: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gds_optimizer.bench.steps import check_room, synthetic_optimizer, timed
+from gds_optimizer.bench.steps import check_room, device_named, synthetic_optimizer, timed
 from gds_optimizer.checkpoint import load_state_dict, state_dict
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.engine import Engine
@@ -139,7 +139,6 @@ def main() -> int:
     parser.add_argument("--io", default="auto")
     parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
     arguments = parser.parse_args()
-    name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     found = run_checkpoint_bench(
         StreamConfig(
             directories=tuple(arguments.directories),
@@ -148,7 +147,7 @@ def main() -> int:
         ),
         numel=int(arguments.numel),
         copy_to=arguments.copy_to or Path(arguments.directories[0]),
-        device=torch.empty(0, device=name).device,
+        device=device_named(arguments.device),
     )
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +12,12 @@ import torch
 
 from gds_optimizer.bench.limit import Limit, LimitFiles
 from gds_optimizer.config import StreamConfig
-from gds_optimizer.errors import NoSpaceError
+from gds_optimizer.errors import ConfigError, NoSpaceError
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.plan import Binding
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
+from gds_optimizer.store import free_bytes
 from gds_optimizer.telemetry import PHASES, PassClock, PassStats
 
 _SHARD_NUMEL = 2**24
@@ -110,20 +110,34 @@ class BenchResult:
         )
 
 
+def device_named(name: str | None) -> torch.device:
+    """The device of this name, with its index; by default a GPU if there is one.
+
+    Raises:
+        ConfigError: torch cannot use it here.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--device is {name!r}, which torch cannot use here ({reason}): wanted cpu, cuda or "
+            "cuda:N"
+        ) from error
+
+
 def check_room(directories: Sequence[Path], nbytes: int, what: str) -> None:
     """Refuse at once what cannot fit, before anything is made for it.
 
     Raises:
         NoSpaceError: says how many bytes are needed and free.
     """
-    free = {}
-    for directory in directories:
-        status = os.statvfs(directory)
-        free[os.stat(directory).st_dev] = status.f_bavail * status.f_frsize
-    if nbytes > sum(free.values()):
+    room_bytes = free_bytes(*directories)
+    if nbytes > room_bytes:
         raise NoSpaceError(
             f"{what} needs {nbytes} bytes in {', '.join(map(str, directories))}, and "
-            f"{sum(free.values())} are free: name larger directories, or fewer parameters (--numel)"
+            f"{room_bytes} are free: name larger directories, or fewer parameters (--numel)"
         )
 
 

@@ -63,21 +63,9 @@ def _count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import torch
-
-    from gds_optimizer.bench.steps import run_bench
+    from gds_optimizer.bench.steps import device_named, run_bench
     from gds_optimizer.config import StreamConfig
-    from gds_optimizer.errors import ConfigError
 
-    name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.empty(0, device=name).device  # with its index
-    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"--device is {name!r}, which torch cannot use here ({reason}): wanted cpu, cuda or "
-            "cuda:N"
-        ) from error
     config = StreamConfig(
         directories=tuple(arguments.directories),
         io=arguments.io,
@@ -91,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         config,
         numel=arguments.numel,
         steps=arguments.steps,
-        device=device,
+        device=device_named(arguments.device),
         progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(json.dumps(result.to_dict(), indent=1) if arguments.json else result.to_text())

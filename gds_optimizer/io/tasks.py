@@ -236,9 +236,10 @@ class TaskFile(BucketFile):
         return TaskTransfer(self, operation, buffer, file_offset)
 
     def quiesce(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
         for transfer in list(self.transfers):
             with contextlib.suppress(IoError):
-                transfer.wait(timeout_s)
+                transfer.wait(max(deadline_s - time.monotonic(), 0.0))
 
     def close(self) -> None:
         """Close the descriptors. May be called again.
