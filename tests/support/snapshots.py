@@ -14,6 +14,7 @@ import torch
 
 from gds_optimizer.engine import Engine
 from gds_optimizer.snapshot import Placement
+from gds_optimizer.snapshots import restore_snapshot, take_snapshot
 from tests.support.engines import (
     SIZES,
     OptimizerClass,
@@ -45,6 +46,24 @@ def build(
     return StreamedOptimizer(
         directories, make or adamw, models, groups=groups, native=native, **options
     )
+
+
+def root(tmp_path: Path, name: str = "state") -> Path:
+    """A directory for state, made where needed."""
+    directory = tmp_path / name
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def take(optimizer: StreamedOptimizer, path: Path, **options: Any) -> Path:
+    """A snapshot of one optimizer; returns its path."""
+    take_snapshot({"opt0": optimizer.engine}, path, **options)
+    return path
+
+
+def restore(optimizer: StreamedOptimizer, path: Path) -> int:
+    """Restore what `take` took; returns its step."""
+    return restore_snapshot({"opt0": optimizer.engine}, path)
 
 
 @contextlib.contextmanager

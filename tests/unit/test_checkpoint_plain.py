@@ -15,16 +15,10 @@ from gds_optimizer import mapped_state
 from gds_optimizer.checkpoint import load_state_dict, state_dict
 from gds_optimizer.errors import CorruptBucketError, SnapshotError, StepFailedError
 from tests.support.engines import SMALL_BUCKET_BYTES, StreamedOptimizer, adamw, grads_of, same_bits
-from tests.support.snapshots import FROZEN, built, compare, everything, flip, train
+from tests.support.snapshots import FROZEN, built, compare, everything, flip, root, train
 from tests.unit.test_engine_optimizers import OPTIMIZERS
 
 SAVED, END = 3, 7
-
-
-def state(tmp_path: Path, name: str = "state") -> Path:
-    directory = tmp_path / name
-    directory.mkdir(exist_ok=True)
-    return directory
 
 
 def save(optimizer: StreamedOptimizer, path: Path) -> Path:
@@ -39,7 +33,7 @@ def load(optimizer: StreamedOptimizer, path: Path, **options: Any) -> None:
 class Reference:
     def __init__(self, tmp_path: Path) -> None:
         self.path = tmp_path / "saved.pt"
-        with built(state(tmp_path)) as optimizer:
+        with built(root(tmp_path)) as optimizer:
             train(optimizer, 0, SAVED)
             save(optimizer, self.path)
             self.saved = everything(optimizer)
@@ -60,7 +54,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def test_what_goes_on_is_the_same_run(tmp_path, reference, kibibytes, slots, mmap):
     """With other buckets and slots, whatever was there before."""
     options = {"bucket_size": kibibytes * 1024, "slots": slots}
-    with built(state(tmp_path), **options) as optimizer:
+    with built(root(tmp_path), **options) as optimizer:
         for steps in (2, 0):
             for step in range(steps):
                 optimizer.step(grads_of([m.numel() for m in optimizer.models], 40 + step))
@@ -71,7 +65,7 @@ def test_what_goes_on_is_the_same_run(tmp_path, reference, kibibytes, slots, mma
 
 
 def test_saving_is_not_noticed(tmp_path, reference):
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         for step in range(END):
             save(optimizer, tmp_path / "saved.pt")
             train(optimizer, step, step + 1)
@@ -93,7 +87,7 @@ with built(Path(sys.argv[1])) as optimizer:
 
 
 def test_a_new_process(tmp_path, reference):
-    arguments = [state(tmp_path), reference.path, tmp_path / "result"]
+    arguments = [root(tmp_path), reference.path, tmp_path / "result"]
     command = [sys.executable, "-c", CHILD, *map(str, arguments)]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
     compare(reference.end, torch.load(tmp_path / "result", weights_only=False))
@@ -113,13 +107,13 @@ def test_every_optimizer(tmp_path, name):
         for step in range(start, stop):
             optimizer.step(grads_of(sizes, step, skip if step < 3 else ()))
 
-    with built(state(tmp_path), **options) as optimizer:
+    with built(root(tmp_path), **options) as optimizer:
         steps(optimizer, 0, 2)
         path = save(optimizer, tmp_path / "saved.pt")
         saved = everything(optimizer)
         steps(optimizer, 2, 4)
         end = everything(optimizer)
-    with built(state(tmp_path), **{**options, "bucket_size": 32 * 1024}) as optimizer:
+    with built(root(tmp_path), **{**options, "bucket_size": 32 * 1024}) as optimizer:
         load(optimizer, path)
         compare(saved, everything(optimizer))
         steps(optimizer, 2, 4)
@@ -128,11 +122,11 @@ def test_every_optimizer(tmp_path, name):
 
 @pytest.mark.parametrize("initialize", ["eager", "lazy"])
 def test_before_the_first_step(tmp_path, initialize):
-    with built(state(tmp_path), initialize=initialize) as optimizer:
+    with built(root(tmp_path), initialize=initialize) as optimizer:
         path = save(optimizer, tmp_path / "saved.pt")
         train(optimizer, 0, 3)
         end = everything(optimizer)
-    with built(state(tmp_path), bucket_size=2 * SMALL_BUCKET_BYTES) as optimizer:
+    with built(root(tmp_path), bucket_size=2 * SMALL_BUCKET_BYTES) as optimizer:
         train(optimizer, 10, 12)
         load(optimizer, path)
         assert optimizer.engine.steps == 0
@@ -145,7 +139,7 @@ def test_before_the_first_step(tmp_path, initialize):
 
 def test_the_dictionary(tmp_path):
     """Plain data and 1-D tensors, which show the files."""
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, SAVED)
         found = state_dict(optimizer.engine)
         assert (found["format"], found["version"]) == ("gds-optimizer state", 1)
@@ -210,7 +204,7 @@ optimizer.close()
 def test_neither_direction_holds_the_state(tmp_path, moments, share):
     """Decoding takes room for parts of a few buckets, however large the state is."""
     path = tmp_path / "saved.pt"
-    command = [sys.executable, "-c", MEMORY_CHILD, str(state(tmp_path)), str(path), moments]
+    command = [sys.executable, "-c", MEMORY_CHILD, str(root(tmp_path)), str(path), moments]
     printed = subprocess.run(
         command, check=True, cwd=Path(__file__).parents[2], capture_output=True, text=True
     ).stdout
@@ -277,7 +271,7 @@ REFUSALS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path, reference):
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, 2)
         before = everything(optimizer)
         for change, message in REFUSALS:
@@ -293,7 +287,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path, reference):
 
 
 def test_a_damaged_bucket_is_not_saved(tmp_path):
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, 2)
         optimizer.engine.drain()
         flip(optimizer.paths[9], 5000)
@@ -306,7 +300,7 @@ def test_a_damaged_bucket_is_not_saved(tmp_path):
 
 def test_a_load_that_fails_halfway(tmp_path, reference, monkeypatch):
     """Nothing but another load is accepted: part of the state is in the files by then."""
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, 2)
 
         def fail(self: mapped_state.MappedState) -> None:
@@ -330,7 +324,7 @@ def test_tensors_of_a_step_counter_stay_where_they_were(tmp_path):
     def make(groups: Any) -> torch.optim.Optimizer:
         return adamw([{**group, "lr": torch.tensor(1e-2)} for group in groups], foreach=False)
 
-    with built(state(tmp_path), make, groups=None) as optimizer:
+    with built(root(tmp_path), make, groups=None) as optimizer:
         sizes = [model.numel() for model in optimizer.models]
         optimizer.step(grads_of(sizes, 0))
         path = save(optimizer, tmp_path / "saved.pt")

@@ -38,7 +38,17 @@ from tests.support.engines import (
     streamed,
 )
 from tests.support.page_cache import resident_pages
-from tests.support.snapshots import all_well, built, compare, everything, flip, train, world
+from tests.support.snapshots import (
+    all_well,
+    built,
+    compare,
+    everything,
+    flip,
+    restore,
+    take,
+    train,
+    world,
+)
 
 FP32 = {"moment_dtype": "fp32"}
 BF16 = {"moment_dtype": "bf16", "moment_rounding": "nearest"}
@@ -436,15 +446,6 @@ def test_no_room_for_decoded_values(tmp_path):
 
 
 # ---------------------------------------------------------------------- snapshots
-
-
-def take(optimizer: StreamedOptimizer, path: Path) -> Path:
-    take_snapshot({"opt0": optimizer.engine}, path)
-    return path
-
-
-def restore(optimizer: StreamedOptimizer, path: Path) -> int:
-    return restore_snapshot({"opt0": optimizer.engine}, path)
 
 
 @pytest.mark.parametrize("make", [adamw, counting_in_groups, momentum])

@@ -34,7 +34,17 @@ from tests.support.engines import (
     leftovers,
     mounted_disk,
 )
-from tests.support.snapshots import build, built, compare, everything, hashes, inodes, train
+from tests.support.snapshots import (
+    build,
+    built,
+    compare,
+    everything,
+    hashes,
+    inodes,
+    root,
+    take,
+    train,
+)
 
 
 @pytest.fixture
@@ -42,17 +52,6 @@ def optimizer(tmp_path: Path) -> Iterator[StreamedOptimizer]:
     with built(root(tmp_path)) as made:
         train(made, 0, 1)
         yield made
-
-
-def root(tmp_path: Path, name: str = "state") -> Path:
-    directory = tmp_path / name
-    directory.mkdir(exist_ok=True)
-    return directory
-
-
-def take(optimizer: StreamedOptimizer, path: Path, **options: Any) -> Path:
-    take_snapshot({"opt0": optimizer.engine}, path, **options)
-    return path
 
 
 def all_step(optimizer: StreamedOptimizer, step: int) -> None:

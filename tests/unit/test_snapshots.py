@@ -35,6 +35,9 @@ from tests.support.snapshots import (
     compare,
     everything,
     hashes,
+    restore,
+    root,
+    take,
     train,
     world,
 )
@@ -44,27 +47,12 @@ TAKEN, END = 3, 8
 IN_MEMORY = Path("/dev/shm")
 
 
-def state(tmp_path: Path, name: str = "state") -> Path:
-    directory = tmp_path / name
-    directory.mkdir(exist_ok=True)
-    return directory
-
-
-def take(optimizer: StreamedOptimizer, path: Path, **options: Any) -> Path:
-    take_snapshot({"opt0": optimizer.engine}, path, **options)
-    return path
-
-
-def restore(optimizer: StreamedOptimizer, path: Path) -> int:
-    return restore_snapshot({"opt0": optimizer.engine}, path)
-
-
 class Reference:
     """A run of `END` steps with a snapshot after `TAKEN`, and what it was like at both."""
 
     def __init__(self, tmp_path: Path, **options: Any) -> None:
         self.path = tmp_path / "snapshots" / "taken"
-        with built(state(tmp_path, "reference"), **options) as optimizer:
+        with built(root(tmp_path, "reference"), **options) as optimizer:
             train(optimizer, 0, TAKEN)
             take(optimizer, self.path)
             self.taken = everything(optimizer)
@@ -90,14 +78,14 @@ def reference(tmp_path_factory) -> Reference:
 
 def test_the_snapshot_is_not_noticed(tmp_path, reference):
     """The run that it is taken of ends as one without."""
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, END)
         compare(reference.end, everything(optimizer))
 
 
 def test_files_are_links(tmp_path):
     """Nothing is copied, and what is in them is the state."""
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, 2)
         path = take(optimizer, tmp_path / "snapshot")
         part = path / "rank00000" / "opt0"
@@ -111,21 +99,21 @@ def test_files_are_links(tmp_path):
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("kibibytes", [12, 24, 36, 2048], ids=lambda k: f"{k}KiB")
 def test_another_bucket_size(tmp_path, reference, kibibytes, slots):
-    with built(state(tmp_path), bucket_size=kibibytes * 1024, slots=slots) as optimizer:
+    with built(root(tmp_path), bucket_size=kibibytes * 1024, slots=slots) as optimizer:
         reference.check(optimizer)
 
 
 def test_from_larger_to_smaller_buckets(tmp_path):
     """The other way round: elements of one saved bucket go to several."""
     reference = Reference(tmp_path, bucket_size=5 * SMALL_BUCKET_BYTES)
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         reference.check(optimizer)
 
 
 def test_a_run_that_has_gone_another_way(tmp_path, reference):
     """What an engine holds beforehand does not matter."""
     for kibibytes in (12, 36):
-        with built(state(tmp_path), bucket_size=kibibytes * 1024) as optimizer:
+        with built(root(tmp_path), bucket_size=kibibytes * 1024) as optimizer:
             for step in range(40, 45):
                 optimizer.step(grads_of([m.numel() for m in optimizer.models], step))
             reference.check(optimizer)
@@ -155,7 +143,7 @@ def test_a_new_process(tmp_path, reference):
     """With the same bucket size and another."""
     result = tmp_path / "result"
     sizes = [SMALL_BUCKET_BYTES, 2 * SMALL_BUCKET_BYTES]
-    command = [sys.executable, "-c", CHILD, state(tmp_path), reference.path, result, *sizes]
+    command = [sys.executable, "-c", CHILD, root(tmp_path), reference.path, result, *sizes]
     subprocess.run(list(map(str, command)), check=True, cwd=Path(__file__).parents[2])
     found = torch.load(result, weights_only=False)
     assert len(found) == 4
@@ -178,7 +166,7 @@ def test_every_optimizer(tmp_path, name):
         for step in range(start, stop):
             optimizer.step(grads_of(sizes, step, skip if step < 3 else ()))
 
-    with built(state(tmp_path), **options) as optimizer:
+    with built(root(tmp_path), **options) as optimizer:
         first = take(optimizer, tmp_path / "0")
         at_first = everything(optimizer)
         steps(optimizer, 0, 2)
@@ -187,7 +175,7 @@ def test_every_optimizer(tmp_path, name):
         steps(optimizer, 2, 5)
         end = everything(optimizer)
     for bucket_size in (16 * 1024, 48 * 1024):
-        with built(state(tmp_path), **{**options, "bucket_size": bucket_size}) as optimizer:
+        with built(root(tmp_path), **{**options, "bucket_size": bucket_size}) as optimizer:
             assert restore(optimizer, middle) == 2
             compare(at_middle, everything(optimizer))
             steps(optimizer, 2, 5)
@@ -202,13 +190,13 @@ def test_every_optimizer(tmp_path, name):
 @pytest.mark.parametrize("initialize", ["eager", "lazy"])
 def test_before_the_first_step(tmp_path, initialize, bucket_size):
     """Moments that were never written mean zeros, whatever is in the files."""
-    with built(state(tmp_path), initialize=initialize) as optimizer:
+    with built(root(tmp_path), initialize=initialize) as optimizer:
         path = take(optimizer, tmp_path / "snapshot")
         assert verify(path) == []
         taken = everything(optimizer)
         train(optimizer, 0, 4)
         end = everything(optimizer)
-    with built(state(tmp_path), bucket_size=bucket_size) as optimizer:
+    with built(root(tmp_path), bucket_size=bucket_size) as optimizer:
         train(optimizer, 10, 12)
         assert restore(optimizer, path) == 0
         compare(taken, everything(optimizer))
@@ -218,7 +206,7 @@ def test_before_the_first_step(tmp_path, initialize, bucket_size):
 
 def test_lazy_state_after_a_step_without_all_gradients(tmp_path):
     """Some buckets hold a main only, and those come from the model at the last moment."""
-    with built(state(tmp_path), initialize="lazy") as optimizer:
+    with built(root(tmp_path), initialize="lazy") as optimizer:
         sizes = [model.numel() for model in optimizer.models]
         for step in range(2):
             optimizer.step(grads_of(sizes, step, (0, 1, 2, 3, 5, 6, 7)))
@@ -227,7 +215,7 @@ def test_lazy_state_after_a_step_without_all_gradients(tmp_path):
         train(optimizer, 2, END)
         end = everything(optimizer)
     for bucket_size in (SMALL_BUCKET_BYTES, 2 * SMALL_BUCKET_BYTES):
-        with built(state(tmp_path), bucket_size=bucket_size) as optimizer:
+        with built(root(tmp_path), bucket_size=bucket_size) as optimizer:
             assert restore(optimizer, path) == 2
             compare(taken, everything(optimizer))
             train(optimizer, 2, END)
@@ -236,20 +224,20 @@ def test_lazy_state_after_a_step_without_all_gradients(tmp_path):
 
 def test_unwritten_planes_of_a_reused_file(tmp_path):
     """A file that held other moments before is no reason to take them for these."""
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, 2)
         take(optimizer, tmp_path / "with moments")
         restore(optimizer, take_before_the_first_step(tmp_path))
         train(optimizer, 0, 2)
         wanted = everything(optimizer)
         path = take(optimizer, tmp_path / "again")
-    with built(state(tmp_path), bucket_size=2 * SMALL_BUCKET_BYTES) as optimizer:
+    with built(root(tmp_path), bucket_size=2 * SMALL_BUCKET_BYTES) as optimizer:
         restore(optimizer, path)
         compare(wanted, everything(optimizer))
 
 
 def take_before_the_first_step(tmp_path: Path) -> Path:
-    with built(state(tmp_path, "fresh")) as optimizer:
+    with built(root(tmp_path, "fresh")) as optimizer:
         return take(optimizer, tmp_path / "fresh snapshot")
 
 
@@ -263,9 +251,9 @@ def test_two_engines_share_a_snapshot_and_slots(tmp_path):
 
     def pair(name: str) -> dict[str, StreamedOptimizer]:
         return {
-            "opt0": build(state(tmp_path, name), backend=backend, pool=pool),
+            "opt0": build(root(tmp_path, name), backend=backend, pool=pool),
             "opt1": build(
-                state(tmp_path, name),
+                root(tmp_path, name),
                 OPTIMIZERS["sgd_momentum"],
                 sizes=(700, 5000),
                 native=(),
@@ -302,7 +290,7 @@ def test_two_engines_share_a_snapshot_and_slots(tmp_path):
 @pytest.mark.parametrize("parts", [("opt0",), ("opt0", "opt1")], ids=["one", "chain"])
 def test_other_numbers_of_ranks(tmp_path, parts):
     """4 ranks save; 4, 2, 3, 1 and 5 restore, also in other bucket sizes."""
-    with world(state(tmp_path, "four"), 4, parts=parts) as four:
+    with world(root(tmp_path, "four"), 4, parts=parts) as four:
         four.train(0, TAKEN)
         path = tmp_path / "snapshot"
         all_well(four.together(lambda e, p: take_snapshot(e, path, placement=p)))
@@ -312,7 +300,7 @@ def test_other_numbers_of_ranks(tmp_path, parts):
     assert verify(path) == []
     before = hashes(path)
     for size, bucket_size in [(4, 1), (4, 3), (2, 1), (3, 2), (1, 1), (1, 4), (5, 1)]:
-        directory = state(tmp_path, f"{size} {bucket_size}")
+        directory = root(tmp_path, f"{size} {bucket_size}")
         options = {"parts": parts, "bucket_size": bucket_size * SMALL_BUCKET_BYTES}
         with world(directory, size, **options) as other:
             steps = all_well(other.together(lambda e, p: restore_snapshot(e, path, placement=p)))
@@ -326,7 +314,7 @@ def test_other_numbers_of_ranks(tmp_path, parts):
 def test_a_rank_without_parameters(tmp_path):
     """It takes part, has no part of its own, and may get one when there are fewer ranks."""
     sizes = (1, 0, 3000)
-    with world(state(tmp_path), 2, sizes=sizes, initialize="eager") as two:
+    with world(root(tmp_path), 2, sizes=sizes, initialize="eager") as two:
         two.train(0, 2)
         engines = [two.engines(0), {}]
         path = tmp_path / "snapshot"
@@ -343,7 +331,7 @@ def test_a_rank_without_parameters(tmp_path):
 
 
 def test_the_step_is_that_of_ranks_with_state(tmp_path):
-    with world(state(tmp_path), 2) as two:
+    with world(root(tmp_path), 2) as two:
         two.train(0, 2)
         engines = [{}, two.engines(1)]
         path = tmp_path / "snapshot"
@@ -359,7 +347,7 @@ def test_the_step_is_that_of_ranks_with_state(tmp_path):
 
 def test_another_parallel_position(tmp_path):
     """Parts of other tensor-parallel ranks have the same names and other contents."""
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         engines = {"opt0": optimizer.engine}
         take_snapshot(
             engines,
@@ -376,7 +364,7 @@ def test_another_parallel_position(tmp_path):
 
 
 def test_twice_without_a_step_between(tmp_path, reference):
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, TAKEN)
         one = take(optimizer, tmp_path / "one")
         two = take(optimizer, tmp_path / "two")
@@ -385,7 +373,7 @@ def test_twice_without_a_step_between(tmp_path, reference):
         compare(reference.end, everything(optimizer))
         assert (hashes(one), hashes(two)) == before
     for path in (one, two):
-        with built(state(tmp_path)) as optimizer:
+        with built(root(tmp_path)) as optimizer:
             restore(optimizer, path)
             compare(reference.taken, everything(optimizer))
             train(optimizer, TAKEN, END)
@@ -394,7 +382,7 @@ def test_twice_without_a_step_between(tmp_path, reference):
 
 def test_while_tensors_are_handed_out(tmp_path, reference):
     """A snapshot between a checkpoint's `state_dict` and its writing disturbs neither."""
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, TAKEN)
         handed_out = state_dict(optimizer.engine)
         path = take(optimizer, tmp_path / "snapshot")
@@ -408,7 +396,7 @@ def test_while_tensors_are_handed_out(tmp_path, reference):
 
 
 def test_refused_while_a_checkpoint_is_being_loaded(tmp_path):
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, 2)
         saved = take(optimizer, tmp_path / "before")
         before = everything(optimizer)
@@ -485,7 +473,7 @@ CHANGES: list[Callable[[StreamedOptimizer], None]] = [
 @pytest.mark.parametrize("origin", ["taken", "restored"])
 def test_linked_files_are_never_written(tmp_path, first, origin):
     """Whatever comes first after a snapshot was taken or restored, and whatever follows."""
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, 2)
         path = take(optimizer, tmp_path / "snapshot")
         files = hashes(path)
@@ -503,21 +491,21 @@ def test_linked_files_are_never_written(tmp_path, first, origin):
 @pytest.mark.parametrize("change", [change_mains, reload_from_model, rewrite_mains, commit_mapped])
 def test_a_snapshot_after_changes_between_steps(tmp_path, change):
     """It holds what the next step would start from."""
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, 2)
         change(optimizer)
         path = take(optimizer, tmp_path / "snapshot")
         train(optimizer, 2, 4)
         wanted = everything(optimizer)
     for bucket_size in (SMALL_BUCKET_BYTES, 3 * SMALL_BUCKET_BYTES):
-        with built(state(tmp_path), bucket_size=bucket_size) as optimizer:
+        with built(root(tmp_path), bucket_size=bucket_size) as optimizer:
             restore(optimizer, path)
             train(optimizer, 2, 4)
             compare(wanted, everything(optimizer))
 
 
 def test_not_inside_materialized(tmp_path, reference):
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, 1)
         with (
             optimizer.engine.materialized(optimizer.mains[3:4]),
@@ -529,7 +517,7 @@ def test_not_inside_materialized(tmp_path, reference):
 
 def test_without_slots(tmp_path, reference):
     """A snapshot needs none; restoring does, and says so before anything is given up."""
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, TAKEN)
         optimizer.engine.drain()
         optimizer.pool.suspend()
@@ -543,7 +531,7 @@ def test_without_slots(tmp_path, reference):
 
 
 def test_after_close(tmp_path, reference):
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         pass
     with pytest.raises(ClosedError):
         take(optimizer, tmp_path / "snapshot")
@@ -557,7 +545,7 @@ def test_after_close(tmp_path, reference):
 
 def test_a_torn_state_is_not_taken_and_can_be_restored(tmp_path, reference):
     """After a failed step a snapshot in the same process brings everything back."""
-    with built(state(tmp_path)) as optimizer:
+    with built(root(tmp_path)) as optimizer:
         train(optimizer, 0, 2)
         optimizer.engine.drain()
         optimizer.engine.forget_slots()
@@ -573,7 +561,7 @@ def test_a_torn_state_is_not_taken_and_can_be_restored(tmp_path, reference):
 @pytest.mark.parametrize("bucket_size", [SMALL_BUCKET_BYTES, 2 * SMALL_BUCKET_BYTES])
 def test_a_restore_that_failed_halfway(tmp_path, reference, bucket_size, monkeypatch):
     """The engine accepts nothing but another restore."""
-    with built(state(tmp_path), bucket_size=bucket_size) as optimizer:
+    with built(root(tmp_path), bucket_size=bucket_size) as optimizer:
         train(optimizer, 0, 1)
 
         def fail() -> None:
@@ -609,7 +597,7 @@ def test_a_snapshot_that_does_not_fit_changes_nothing(tmp_path, reference):
     ]
     for number, (options, message) in enumerate(refusals):
         options = {"bucket_size": 16 * 1024, **options}
-        with built(state(tmp_path, str(number)), **options) as optimizer:
+        with built(root(tmp_path, str(number)), **options) as optimizer:
             for step in range(2):
                 optimizer.step(grads_of([m.numel() for m in optimizer.models], step))
             before = everything(optimizer)
@@ -625,7 +613,7 @@ def test_tensors_in_groups_stay_the_same_objects(tmp_path):
     def make(groups: Any) -> torch.optim.Optimizer:
         return adamw([{**group, "lr": torch.tensor(1e-2)} for group in groups], foreach=False)
 
-    with built(state(tmp_path), make, groups=None) as optimizer:
+    with built(root(tmp_path), make, groups=None) as optimizer:
         lr = optimizer.optimizer.param_groups[0]["lr"]
         path = take(optimizer, tmp_path / "snapshot")
         saved = state_dict(optimizer.engine)
@@ -647,7 +635,7 @@ def test_copies_on_another_file_system(tmp_path, reference):
         SnapshotCopy(reference.path, target).wait()
         assert verify(target) == []
         for bucket_size in (SMALL_BUCKET_BYTES, 2 * SMALL_BUCKET_BYTES):
-            with built(state(tmp_path), bucket_size=bucket_size) as optimizer:
+            with built(root(tmp_path), bucket_size=bucket_size) as optimizer:
                 train(optimizer, 0, 1)
                 files = hashes(target)
                 assert restore(optimizer, target) == TAKEN
@@ -666,7 +654,7 @@ def test_after_a_restore_from_a_copy_nothing_is_linked(tmp_path, reference):
     target = IN_MEMORY / f"snapshot-{os.getpid()}"
     try:
         SnapshotCopy(reference.path, target).wait()
-        with built(state(tmp_path)) as optimizer:
+        with built(root(tmp_path)) as optimizer:
             train(optimizer, 0, 1)
             first = take(optimizer, tmp_path / "first")
             files = hashes(first)
