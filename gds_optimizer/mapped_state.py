@@ -306,8 +306,10 @@ def map_state(engine: Engine, *, writable: bool = False, verify: bool = True) ->
         NoSpaceError: there is no room for decoded values; the engine is as it was.
         StepFailedError: the state is torn, a write that went on behind the last step failed, or
             tensors were handed out for writing before and never committed.
+        UnsupportedError: inside `materialized`.
     """
     engine.check_usable()
+    engine.check_not_materialized("saving or loading the whole state")
     held = engine.handed_out
     if isinstance(held, MappedState) and held.writable == writable:
         return held

@@ -13,12 +13,38 @@ import torch
 
 from gds_optimizer import mapped_state
 from gds_optimizer.checkpoint import load_state_dict, state_dict
-from gds_optimizer.errors import CorruptBucketError, SnapshotError, StepFailedError
+from gds_optimizer.errors import (
+    CorruptBucketError,
+    SnapshotError,
+    StepFailedError,
+    UnsupportedError,
+)
 from tests.support.engines import SMALL_BUCKET_BYTES, StreamedOptimizer, adamw, grads_of, same_bits
-from tests.support.snapshots import FROZEN, built, compare, everything, flip, root, train
+from tests.support.snapshots import FROZEN, built, compare, everything, flip, root, take, train
 from tests.unit.test_engine_optimizers import OPTIMIZERS
 
 SAVED, END = 3, 7
+
+
+@pytest.mark.parametrize("use", ["save", "load", "snapshot"])
+def test_the_whole_state_is_left_alone_inside_materialized(tmp_path, use):
+    """What was loaded would be undone, and what is saved would miss the changes."""
+    with built(root(tmp_path), native=()) as optimizer:
+        train(optimizer, 0, SAVED)
+        path = save(optimizer, tmp_path / "state.pt")
+        train(optimizer, SAVED, END)
+        wanted = everything(optimizer)
+        uses = {
+            "save": lambda: state_dict(optimizer.engine),
+            "load": lambda: load_state_dict(optimizer.engine, torch.load(path, weights_only=True)),
+            "snapshot": lambda: take(optimizer, tmp_path / "snapshot"),
+        }
+        with (
+            optimizer.engine.materialized(optimizer.mains),
+            pytest.raises(UnsupportedError, match="inside `materialized`"),
+        ):
+            uses[use]()
+        compare(wanted, everything(optimizer))
 
 
 def save(optimizer: StreamedOptimizer, path: Path) -> Path:
