@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,14 @@ TRAINING = f"""
 """.split()
 
 
-def train(*arguments: str, port: int) -> dict[str, Any]:
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def train(*arguments: str) -> dict[str, Any]:
     """Run the program in a process of its own; its last RESULT line."""
     done = subprocess.run(
         [sys.executable, "-m", "gds_optimizer.megatron", str(PROGRAM), *TRAINING, *arguments],
@@ -45,7 +54,7 @@ def train(*arguments: str, port: int) -> dict[str, Any]:
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         },
         capture_output=True,
@@ -74,8 +83,10 @@ def streaming(directory: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Streamed, without a stop, after it was found equal to the plain run."""
-    plain = train(port=29811)
-    streamed = train(*streaming(tmp_path_factory.mktemp("state")), port=29812)
+    with ThreadPoolExecutor() as threads:  # each takes most of a minute to import everything
+        run = threads.submit(train, *streaming(tmp_path_factory.mktemp("state")))
+        plain = train()
+        streamed = run.result()
     assert "io path: posix" in streamed["log"]
     assert len(plain["losses"]) == STEPS
     assert streamed["losses"] == plain["losses"]
@@ -94,8 +105,8 @@ def test_stop_and_resume_is_bit_exact(
 ) -> None:
     options = [*streaming(tmp_path / "state"), *extra]
     checkpoint = str(tmp_path / "checkpoint")
-    first = train(*options, "--save", checkpoint, "--exit-interval", str(STOP_AT), port=29813)
-    second = train(*options, "--load", checkpoint, "--save", checkpoint, port=29814)
+    first = train(*options, "--save", checkpoint, "--exit-interval", str(STOP_AT))
+    second = train(*options, "--load", checkpoint, "--save", checkpoint)
     assert len(first["losses"]) == STOP_AT
     assert first["losses"] + second["losses"] == whole["losses"]
     assert second["params"] == whole["params"]
