@@ -9,6 +9,7 @@ The dictionary has numbers, texts, lists and tensors only: nothing in it needs u
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from gds_optimizer.codecs import get_codec
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import SnapshotError
 from gds_optimizer.mapped_state import map_state
+from gds_optimizer.mapping import files_behind
 from gds_optimizer.plan import MAIN_PLANE
 from gds_optimizer.stepper import copy_value, set_option
 
@@ -86,6 +88,7 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
         )
     shards = state["shards"]
     _check_names(engine, state)
+    _check_not_stale(engine, state)
     for index in range(len(engine.plan.bindings)):
         _check_planes(engine, index, shards[engine.plan.bindings[index].name])
     mapped = map_state(engine, writable=True)
@@ -112,6 +115,20 @@ def load_state_dict(engine: Engine, state: dict[str, Any]) -> None:
         for key, value in saved["options"].items():
             set_option(group, key, copy_value(value))
     engine.update_model()
+
+
+def _check_not_stale(engine: Engine, state: dict[str, Any]) -> None:
+    """A dictionary that was never saved shows the engine's files, which steps have changed."""
+    if state["step"] == engine.steps:
+        return
+    own = {(status.st_dev, status.st_ino) for status in map(os.stat, engine.store.paths)}
+    planes = (tensor for shard in state["shards"].values() for tensor in shard["planes"].values())
+    if not own.isdisjoint(files_behind(planes)):
+        raise SnapshotError(
+            f"the state of step {state['step']} shows the engine's own files, which hold step "
+            f"{engine.steps} by now: save the dictionary, or clone its tensors, before the next "
+            "step"
+        )
 
 
 def _scalars(engine: Engine, index: int, shards: dict[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,14 @@ their own that has no name, and that file is mapped.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import tempfile
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -285,6 +286,25 @@ def plane_bytes(path: Path, plane: Plane, *, writable: bool = False) -> torch.Te
     finally:
         os.close(fd)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def files_behind(tensors: Iterable[torch.Tensor]) -> set[tuple[int, int]]:
+    """Device and inode of every file that the beginning of a CPU tensor is mapped from."""
+    spans = []
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            span, _, _, device, inode, *_ = line.split()
+            start, end = (int(each, 16) for each in span.split("-"))
+            major, minor = (int(each, 16) for each in device.split(":"))
+            spans.append((start, end, (os.makedev(major, minor), int(inode))))
+    starts = [start for start, _, _ in spans]
+    found = set()
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.numel():
+            _, end, file = spans[bisect.bisect_right(starts, tensor.data_ptr()) - 1]
+            if tensor.data_ptr() < end and file[1]:
+                found.add(file)
+    return found
 
 
 def drop_pages(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -310,6 +311,23 @@ def test_what_does_not_fit_changes_nothing(tmp_path, reference):
             with pytest.raises(SnapshotError, match="no state of an engine"):
                 load_state_dict(optimizer.engine, other)  # type: ignore[arg-type]
         train(optimizer, 2, 3)
+
+
+def test_a_dictionary_that_steps_have_changed_is_refused(tmp_path):
+    """Its tensors are the files, so what they show is no longer what they were taken for."""
+    with built(root(tmp_path)) as optimizer:
+        train(optimizer, 0, SAVED)
+        state = state_dict(optimizer.engine)
+        load_state_dict(optimizer.engine, state)
+        cloned = copy.deepcopy(state)
+        wanted = everything(optimizer)
+        train(optimizer, SAVED, END)
+        later = everything(optimizer)
+        with pytest.raises(SnapshotError, match=f"step {SAVED} shows .* hold step {END} by now"):
+            load_state_dict(optimizer.engine, state)
+        compare(later, everything(optimizer))
+        load_state_dict(optimizer.engine, cloned)
+        compare(wanted, everything(optimizer))
 
 
 def test_a_damaged_bucket_is_not_saved(tmp_path):
