@@ -227,6 +227,18 @@ class BucketState:
             if model is not None:
                 model[piece.shard_slice].copy_(main[piece.bucket_slice])
 
+    def copy_mains_to_model(self, mains: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """The same for several buckets (index, main plane) in as few kernels as possible."""
+        targets, sources = [], []
+        for index, main in mains:
+            for piece in self.pieces[index]:
+                model = self.plan.bindings[piece.binding].model
+                if model is not None:
+                    targets.append(model[piece.shard_slice])
+                    sources.append(main[piece.bucket_slice])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
     # ------------------------------------------------------------------ footers
 
     def expect(self, index: int, slot: Slot, planes: Sequence[int]) -> Callable[[], None]:
@@ -236,7 +248,7 @@ class BucketState:
         the device anyway.
         """
         record, bucket = self.records[index], self.layout.buckets[index]
-        if record.is_blank:
+        if record.is_blank or index in self.store.in_memory:
             return lambda: None
         expected = expected_words(slot.buffer, bucket, self.layout, record, planes)
         found = footer_words(slot.buffer, bucket).clone()
@@ -252,7 +264,13 @@ class BucketState:
         return check
 
     def seal(self, index: int, slot: Slot, record: BucketRecord) -> None:
-        """Write the footer of what is in the slot."""
+        """Write the footer of what is in the slot.
+
+        Buckets that live in memory have none until they are written to a file: on every step it
+        would cost more than the step.
+        """
+        if index in self.store.in_memory:
+            return
         bucket = self.layout.buckets[index]
         footer_words(slot.buffer, bucket).copy_(
             build_footer(slot.buffer, bucket, self.layout, record)
@@ -260,7 +278,8 @@ class BucketState:
 
     def reseal_main(self, index: int, slot: Slot) -> None:
         """Bring the footer up to date after the main plane alone has changed."""
-        replace_plane_checksum(slot.buffer, self.layout.buckets[index], 0)
+        if index not in self.store.in_memory:
+            replace_plane_checksum(slot.buffer, self.layout.buckets[index], 0)
 
 
 def _encoded(slot: Slot, plane: Plane) -> torch.Tensor:

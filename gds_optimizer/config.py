@@ -32,6 +32,7 @@ INIT_CHOICES = ("auto", "eager", "lazy")
 SELF_CHECK_CHOICES = ("auto", "always", "never")
 MOMENT_DTYPE_CHOICES = ("fp32", "bf16", "int8")
 MOMENT_ROUNDING_CHOICES = ("nearest", "stochastic")
+AUTO_BUDGET = "auto"
 _MAX_TIMEOUT_S = 86_400
 
 
@@ -87,6 +88,10 @@ class StreamConfig:
             numbers; the step itself is computed in fp32 all the same.
         moment_rounding: how each step's moments are rounded where they are not kept in fp32;
             stochastic rounding repeats itself when a step is repeated.
+        hbm_budget: bytes on the device (int, or text such as "20GiB") that buckets may keep for
+            good, the first ones that fit; for each process, whatever it streams.
+        host_budget: the same of host memory for the next ones, pinned where the device is a GPU;
+            "auto" takes half of what is available, shared by the ranks of a machine.
     """
 
     directories: tuple[Path, ...]
@@ -102,6 +107,8 @@ class StreamConfig:
     self_check: str = "auto"
     moment_dtype: str = "fp32"
     moment_rounding: str = "stochastic"
+    hbm_budget: int = 0
+    host_budget: int | str = 0
 
     def __post_init__(self) -> None:
         directories: Any = self.directories
@@ -114,7 +121,9 @@ class StreamConfig:
                 f"directories is {self.directories!r}, wanted paths of directories"
             ) from None
         object.__setattr__(self, "directories", paths)
-        for name in ("bucket_size", "io_task_size"):
+        for name in ("bucket_size", "io_task_size", "hbm_budget", "host_budget"):
+            if name == "host_budget" and self.host_budget == AUTO_BUDGET:
+                continue
             try:
                 object.__setattr__(self, name, parse_size(getattr(self, name)))
             except ConfigError as error:
@@ -244,6 +253,10 @@ def _size_argument(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _budget_argument(text: str) -> int | str:
+    return AUTO_BUDGET if text == AUTO_BUDGET else _size_argument(text)
+
+
 _FLAGS = (
     _Flag("io", "Which way bytes take; auto takes what a probe proves.", choices=IO_CHOICES),
     _Flag("bucket_size", "Bytes of state in a bucket, e.g. 192MiB.", type=_size_argument),
@@ -268,6 +281,16 @@ _FLAGS = (
         "moment_rounding",
         "How each step's moments are rounded where they are not kept in fp32.",
         choices=MOMENT_ROUNDING_CHOICES,
+    ),
+    _Flag(
+        "hbm_budget",
+        "Bytes on the device that buckets may keep for good, e.g. 20GiB.",
+        type=_size_argument,
+    ),
+    _Flag(
+        "host_budget",
+        "Bytes of host memory for buckets, e.g. 400GiB, or auto: half of what is available.",
+        type=_budget_argument,
     ),
 )
 

@@ -143,11 +143,20 @@ class Engine:
             raise StepFailedError(str(self._failure)) from self._failure.__cause__
 
     def _check_slots(self) -> None:
-        if self.layout.buckets and not self.pool.slots:
+        if self.layout.buckets and self.pool.is_suspended:
             raise ClosedError(
                 f"the slots of the optimizer state in {self.store.directories[0]} were given back "
                 "to the device: take them again (`restore_from_cpu`) before its next use"
             )
+
+    def check_not_lent(self) -> None:
+        """Refuse use of state on the device whose memory was given back.
+
+        Raises:
+            ClosedError
+        """
+        if any(file.stays_on_device for file in self.store.in_memory.values()):
+            self._check_slots()
 
     def _fail(self, what: str, error: BaseException) -> NoReturn:
         """Mark the store as torn and raise what callers get to see."""
@@ -211,6 +220,8 @@ class Engine:
             StepFailedError: it was handed out for writing and never committed.
         """
         if self.handed_out is None:
+            if not self.pool.is_suspended:  # else they are all there is
+                self.store.drop_written_out()
             return
         if self.handed_out.writable:
             raise StepFailedError(
@@ -261,6 +272,7 @@ class Engine:
                 reads=lambda index: self._buckets.ranges(index, self._buckets.needed(index)),
                 visit=step_pass.visit,
                 clock=clock,
+                visit_resident=step_pass.visit_resident,
             )
             step_pass.finish()
         self.steps += 1

@@ -33,6 +33,7 @@ from gds_optimizer.mapping import (
     plane_bytes,
 )
 from gds_optimizer.store import free_bytes
+from gds_optimizer.written_out import read_back, write_out
 
 # Enough to keep a drive busy with page faults, and to compute checksums as fast as it reads.
 _THREADS = 4
@@ -64,6 +65,8 @@ class MappedState:
         self.engine = engine
         self.writable = writable
         layout = engine.layout
+        if not writable:
+            write_out(engine)
         for bucket in layout.buckets:
             engine.store.check_unchanged(bucket.index)
         self._scratch = scratch
@@ -198,7 +201,9 @@ class MappedState:
             OSError: the files could not be flushed; likewise.
         """
         self._for_each_bucket(self._commit_bucket)
-        self.leave()
+        self._flush()
+        read_back(self.engine)
+        self.engine.store.drop_written_out()
         self.engine.adopt_files()
 
     def _commit_bucket(self, index: int) -> None:
@@ -239,19 +244,25 @@ class MappedState:
 
         Tensors that somebody still holds stay valid; they read the files again.
         """
+        self._flush()
+        self.engine.store.drop_written_out()
+
+    def _flush(self) -> None:
         flush_and_drop(list(self._planes.values()), self.engine.store.paths)
 
 
 def reserve_scratch(engine: Engine) -> Scratch:
     """Room for the decoded values of every plane that is encoded in the files; often none.
 
-    It is taken from the store's directory with the most room, plane by plane, and given back when
+    Buckets that live in memory get their files here, too, since what follows needs all of them. The
+    rest is taken from the store's directory with the most room, plane by plane, and given back when
     the last tensor over it is gone.
 
     Raises:
         NoSpaceError: there is too little; names bytes needed and free.
     """
     layout, directories = engine.layout, engine.store.directories
+    engine.store.reserve_written_out()
     wanted = {
         (space.index, number): (
             sum(bucket.numel for bucket in layout.buckets if bucket.space == space.index),
@@ -264,6 +275,7 @@ def reserve_scratch(engine: Engine) -> Scratch:
     needed_bytes = sum(numel * dtype.itemsize for numel, dtype in wanted.values())
     room_bytes = free_bytes(*directories)
     if needed_bytes > room_bytes:
+        engine.store.drop_written_out()
         raise no_room_for_decoded(", ".join(map(str, directories)), needed_bytes, room_bytes)
     scratch: Scratch = {}
     try:
@@ -272,6 +284,7 @@ def reserve_scratch(engine: Engine) -> Scratch:
     except BaseException:
         for mapping in scratch.values():
             mapping.close()  # at once: the traceback keeps the objects
+        engine.store.drop_written_out()
         raise
     return scratch
 
@@ -310,6 +323,7 @@ def map_state(engine: Engine, *, writable: bool = False, verify: bool = True) ->
     """
     engine.check_usable()
     engine.check_not_materialized("saving or loading the whole state")
+    engine.check_not_lent()
     held = engine.handed_out
     if isinstance(held, MappedState) and held.writable == writable:
         return held

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from gds_optimizer.errors import GdsOptimizerError, IoTimeoutError, StepFailedError
+from gds_optimizer.io import MemoryFile, MemoryTransfer
 from gds_optimizer.slots import Slot, SlotPool, SlotState
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock
@@ -54,32 +55,43 @@ class Pipeline:
         reads: Callable[[int], Ranges],
         visit: Callable[[int, Slot, bool], Ranges],
         clock: PassClock,
+        visit_resident: Callable[[Sequence[tuple[int, Slot]]], None] | None = None,
     ) -> None:
         """Visit the buckets in `order`, reading ahead and writing behind.
+
+        Buckets that live on the device come first, each in a slot that is its home, while the
+        first of the others are being read.
 
         Args:
             order: bucket indices, each once.
             reads: which ranges of a bucket's file its visit needs in the slot.
             visit: called with bucket, slot and whether the bytes come from the disk (False: they
                 are what the last visit left in the slot). It returns when no kernel touches the
-                slot any more, and says which ranges of the slot must be written.
+                slot any more, and says which ranges of the slot must be written. Kernels may
+                still be at work where the bucket lives in memory: copies wait for them.
             clock: gets times and byte counts.
+            visit_resident: visits all buckets that live on the device at once; by default `visit`
+                is called for each.
 
         Raises:
             GdsOptimizerError: the first failure, after every transfer in flight has ended. The
                 buckets whose visit has returned are on disk unless the failure was their write.
         """
-        queue = deque(order)
-        wanted = set(order)
+        resident = [index for index in order if self._lives_on_device(index)]
+        queue = deque(index for index in order if not self._lives_on_device(index))
+        wanted = set(queue)
         reading: deque[Slot] = deque()
         try:
             self._raise_tail_failure()
+            if resident:
+                self._read_ahead(queue, wanted, reading, reads, clock, may_wait=False)
+                self._visit_resident(resident, visit, visit_resident, clock)
             while queue or reading:
                 self._read_ahead(queue, wanted, reading, reads, clock)
                 slot = reading.popleft()
                 from_disk = slot.state is SlotState.READING
                 with clock.phase("read_wait"):
-                    self._finish(slot)
+                    self._follow_or_finish(slot)
                 slot.state = SlotState.COMPUTING
                 with clock.phase("compute"):
                     ranges = visit(slot.bucket, slot, from_disk)
@@ -90,6 +102,44 @@ class Pipeline:
             self._abandon(error)
             raise
 
+    def _lives_on_device(self, bucket: int) -> bool:
+        file = self.store.files[bucket]
+        return isinstance(file, MemoryFile) and file.stays_on_device
+
+    def _visit_resident(
+        self,
+        buckets: Sequence[int],
+        visit: Callable[[int, Slot, bool], Ranges],
+        visit_all: Callable[[Sequence[tuple[int, Slot]]], None] | None,
+        clock: PassClock,
+    ) -> None:
+        """Visit buckets that live on the device; there is nothing to read and nothing to write."""
+        homes = []
+        for bucket in buckets:
+            file = self.store.files[bucket]
+            assert isinstance(file, MemoryFile)
+            slot = Slot(bucket, file.memory)
+            slot.assign(self, bucket, SlotState.COMPUTING)
+            homes.append((bucket, slot))
+        with clock.phase("compute"):
+            if visit_all is not None:
+                visit_all(homes)
+            else:
+                for bucket, slot in homes:
+                    visit(bucket, slot, False)
+        clock.stats.buckets += len(homes)
+        clock.stats.device_buckets += len(homes)
+
+    def _follow_or_finish(self, slot: Slot) -> None:
+        """See to it that what comes next on the current stream finds the bytes in the slot."""
+        transfers = [each for each in slot.transfers if isinstance(each, MemoryTransfer)]
+        if slot.state is not SlotState.READING or len(transfers) != len(slot.transfers):
+            self._finish(slot)
+            return
+        for transfer in transfers:
+            transfer.follow()
+        slot.transfers = []
+
     def _read_ahead(
         self,
         queue: deque[int],
@@ -97,11 +147,14 @@ class Pipeline:
         reading: deque[Slot],
         reads: Callable[[int], Ranges],
         clock: PassClock,
+        *,
+        may_wait: bool = True,
     ) -> None:
         """Start reads while slots are to be had; wait for a write only if nothing is being read."""
         while queue:
             bucket = queue[0]
-            slot = self._take_slot(bucket, wanted, must=not reading, clock=clock)
+            must = may_wait and not reading
+            slot = self._take_slot(bucket, wanted, must=must, clock=clock)
             if slot is None:
                 return
             queue.popleft()
@@ -118,7 +171,10 @@ class Pipeline:
                 slot.transfers.append(
                     self.store.files[bucket].read(slot.buffer[offset : offset + nbytes], offset)
                 )
-                clock.stats.read_bytes += nbytes
+                if isinstance(self.store.files[bucket], MemoryFile):
+                    clock.stats.host_read_bytes += nbytes
+                else:
+                    clock.stats.read_bytes += nbytes
 
     def _take_slot(
         self, bucket: int, wanted: set[int], *, must: bool, clock: PassClock
@@ -174,7 +230,10 @@ class Pipeline:
         file = self.store.file_for_write(slot.bucket)
         for offset, nbytes in ranges:
             slot.transfers.append(file.write(slot.buffer[offset : offset + nbytes], offset))
-            clock.stats.written_bytes += nbytes
+            if isinstance(file, MemoryFile):
+                clock.stats.host_written_bytes += nbytes
+            else:
+                clock.stats.written_bytes += nbytes
         # Only now: a write of which a part was never started must not count as ended.
         slot.write_number = next(self.pool.write_numbers)
         slot.state = SlotState.WRITING

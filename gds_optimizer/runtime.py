@@ -19,12 +19,15 @@ import torch
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import GdsOptimizerError
+from gds_optimizer.homes import Home
 from gds_optimizer.io import IoBackend, make_backend
 from gds_optimizer.plan import Binding, EnginePlan, plan_engine
 from gds_optimizer.probe import ProbeReport, Severity, decide_io_path
 from gds_optimizer.self_check import check_optimizer
 from gds_optimizer.slots import SlotPool
 from gds_optimizer.store import Store
+from gds_optimizer.tiers import Tiers, budget_hint
+from gds_optimizer.written_out import lend_device_memory, take_device_memory
 
 logger = logging.getLogger(__name__)
 
@@ -105,20 +108,27 @@ class Runtime:
             undo.callback(backend.close)
             for part in parts:
                 check_optimizer(part.optimizer, config, backend, rank, covered=part.covered)
-            pool = cls._make_pool(plans, config, backend)
+            tiers = Tiers.plan([plan.layout for plan in plans], config)
+            pool = cls._make_pool(plans, tiers, config, backend)
             undo.callback(pool.close)
+            undo.callback(tiers.close)
+            tiers.allocate(pool, rank)
             runtime = cls(config, report, backend, pool)
             # Before the engines' own: at exit, the newest finalizer runs first.
             weakref.finalize(runtime, _close_shared, pool, backend, os.getpid())
-            for part, plan in zip(parts, plans, strict=True):
+            for part, plan, in_memory in zip(parts, plans, tiers.in_memory, strict=True):
                 store = Store(
-                    plan.layout, config.directories, f"rank{rank:05d}/{part.name}", backend
+                    plan.layout,
+                    config.directories,
+                    f"rank{rank:05d}/{part.name}",
+                    backend,
+                    in_memory=in_memory,
                 )
                 undo.callback(store.close)
                 engine = Engine(plan, pool, store, timeout_s=config.io_timeout_s)
                 runtime.engines.append(engine)
                 undo.callback(_close_after_failure, engine)
-            runtime._log_setup(config, rank)
+            runtime._log_setup(tiers, config, rank)
             for part, engine in zip(parts, runtime.engines, strict=True):
                 if eager or any(binding.initial for binding in part.bindings):
                     stats = engine.initialize()
@@ -130,18 +140,18 @@ class Runtime:
 
     @staticmethod
     def _make_pool(
-        plans: Sequence[EnginePlan], config: StreamConfig, backend: IoBackend
+        plans: Sequence[EnginePlan], tiers: Tiers, config: StreamConfig, backend: IoBackend
     ) -> SlotPool:
-        bucket_count = sum(len(plan.layout.buckets) for plan in plans)
-        slot_bytes = max(plan.layout.max_file_bytes for plan in plans)
+        moving = tiers.moving_bytes
+        has_buckets = any(plan.layout.buckets for plan in plans)
         return SlotPool(
-            max(1, min(config.slots, bucket_count)),
-            slot_bytes,
+            min(config.slots, len(moving)) if has_buckets else 1,
+            max(moving, default=0),
             backend,
             scratch_bytes=max(plan.layout.max_scratch_bytes for plan in plans),
         )
 
-    def _log_setup(self, config: StreamConfig, rank: int) -> None:
+    def _log_setup(self, tiers: Tiers, config: StreamConfig, rank: int) -> None:
         total_bytes = sum(engine.layout.total_bytes for engine in self.engines)
         buckets = sum(len(engine.layout.buckets) for engine in self.engines)
         logger.info(
@@ -154,6 +164,11 @@ class Runtime:
             self.pool.slot_bytes / 2**20,
             self.pool.device,
         )
+        if tiers.count(Home.NVME) != buckets:
+            logger.info("rank %d: %s", rank, tiers.describe())
+        hint = budget_hint(tiers, config)
+        if hint:
+            logger.info("rank %d: %s", rank, hint)
         if config.moment_dtype != "fp32":
             logger.info(
                 "rank %d: moments are kept in %s, rounded %s: training differs from fp32 moments; "
@@ -173,11 +188,16 @@ class Runtime:
     def suspend(self) -> None:
         """Free the slots, which all engines share, when nothing is in flight any more.
 
+        Buckets that live on the device are written to files until `resume`.
+
         Raises:
             StepFailedError: a write that went on behind the last step has failed.
+            NoSpaceError: there is no room for those files; nothing was freed.
         """
         for engine in self.engines:
             engine.drain()
+        if not self.pool.is_suspended:
+            lend_device_memory(self.engines)
         self.pool.suspend()
 
     def resume(self) -> None:
@@ -185,8 +205,16 @@ class Runtime:
 
         Raises:
             ConfigError: the memory has gone to somebody else meanwhile.
+            CorruptBucketError, IoError: what was written meanwhile cannot be read back.
         """
+        was_suspended = self.pool.is_suspended
         self.pool.resume()
+        try:
+            take_device_memory(self.engines)
+        except BaseException:
+            if was_suspended:
+                self.pool.suspend()
+            raise
 
     def close_engine(self, engine: Engine) -> None:
         """Close one engine; the last one takes slots and backend with it."""

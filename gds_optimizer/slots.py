@@ -116,12 +116,13 @@ class SlotPool:
     """A fixed number of equal slots on one device.
 
     Args:
-        count: number of slots.
+        count: number of slots; 0 where every bucket stays on the device.
         slot_bytes: bytes of each; rounded up to 4 KiB.
         backend: registers the buffers; decides the device.
         scratch_bytes: bytes of the scratch; none where they are 0.
 
     Attributes:
+        is_suspended: whether the buffers were given back for now.
         scratch: 1-D uint8 tensor on the device, 4 KiB-aligned, to be used on the compute stream
             only; empty while the slots are suspended. It belongs to the visit at hand.
 
@@ -139,6 +140,7 @@ class SlotPool:
         self.slot_bytes = align_up(max(slot_bytes, PAGE_BYTES), PAGE_BYTES)
         self.slots: list[Slot] = []
         self._closed = False
+        self.is_suspended = False
         self.usage = Usage()
         self.write_numbers = itertools.count(1)
         self.compute_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -148,6 +150,7 @@ class SlotPool:
         self._fill()
 
     def _fill(self) -> None:
+        self.is_suspended = False
         try:
             for index in range(self._count):
                 buffer = self._allocate(self.slot_bytes, f"slot {index}")
@@ -165,7 +168,18 @@ class SlotPool:
         """Bytes of all slots and of the scratch."""
         return self.slot_bytes * len(self.slots) + self.scratch.numel()
 
-    def _allocate(self, nbytes: int, what: str) -> torch.Tensor:
+    def allocate_home(self, nbytes: int) -> torch.Tensor:
+        """A buffer on the device for a bucket that stays there, freed with its last reference.
+
+        Returns:
+            1-D uint8 tensor of `nbytes`, 4 KiB-aligned; no I/O path knows of it.
+
+        Raises:
+            ConfigError: the device has too little free memory.
+        """
+        return self._allocate(nbytes, "a bucket that stays on the device (hbm_budget)", keep=False)
+
+    def _allocate(self, nbytes: int, what: str, *, keep: bool = True) -> torch.Tensor:
         if self.device.type != "cuda":
             return allocate_host_buffer(nbytes)
         try:
@@ -192,13 +206,15 @@ class SlotPool:
                     free, total = torch.cuda.mem_get_info(self.device)
                     raise ConfigError(
                         f"slots: {nbytes} bytes for {what} are not to be had on {self.device} "
-                        f"({free} of {total} bytes free): use fewer slots or a smaller bucket size"
+                        f"({free} of {total} bytes free): use fewer slots, a smaller bucket size, "
+                        "or a smaller budget for buckets that stay there"
                     ) from None
             shift = -memory.ptr % PAGE_BYTES
             pointer = cupy.cuda.MemoryPointer(memory, shift)
             array = cupy.ndarray((nbytes,), dtype=cupy.uint8, memptr=pointer)
             buffer = torch.as_tensor(array, device=self.device)
-        self._allocations.append(array)
+        if keep:
+            self._allocations.append(array)
         return buffer
 
     @contextmanager
@@ -236,6 +252,7 @@ class SlotPool:
 
         No transfer may be in flight. What slots held is read again when it is needed.
         """
+        self.is_suspended = True
         device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         with device:
             for slot in self.slots:
@@ -251,7 +268,7 @@ class SlotPool:
         Raises:
             ConfigError: the memory has gone to somebody else meanwhile.
         """
-        if not self.slots and not self._closed:
+        if self.is_suspended and not self._closed:
             self._fill()
 
     def close(self) -> None:

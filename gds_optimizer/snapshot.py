@@ -32,6 +32,7 @@ from gds_optimizer.errors import SnapshotError
 from gds_optimizer.footer import Footer, read_footer
 from gds_optimizer.jsonvalues import seal, seal_of, to_json
 from gds_optimizer.store import MANIFEST_NAME, NO_LINK_ERRORS, SNAPSHOT_NAME
+from gds_optimizer.written_out import write_out
 
 FORMAT = "gds-optimizer snapshot"
 VERSION = 1
@@ -145,8 +146,9 @@ def write_durably(path: Path, data: bytes) -> None:
 def take_part(engine: Engine, path: Path, name: str, placement: Placement, identity: str) -> str:
     """Link one engine's files into `path` and describe them; part of a snapshot.
 
-    Waits for the last step's writes, and for nothing else that depends on the state's size. From
-    then on the files are frozen; `Store.reserve_spares` should follow.
+    Waits for the last step's writes, and for nothing else that depends on the state's size, except
+    that buckets which live in memory are written to files, as many bytes as they have. From then
+    on the files are frozen; `Store.reserve_spares` should follow.
 
     Args:
         engine: what to take.
@@ -161,10 +163,12 @@ def take_part(engine: Engine, path: Path, name: str, placement: Placement, ident
     Raises:
         SnapshotError: something cannot be described.
         StepFailedError: the state is torn, is being loaded, or a write behind the last step failed.
+        NoSpaceError: there is no room for the files of buckets that live in memory.
         OSError: the file system refused a link or a file.
         In each case nothing of the part is left and nothing is frozen.
     """
     engine.check_usable()
+    engine.check_not_lent()
     engine.take_files_back()
     engine.settle()
     final = rank_directory(path, placement.rank) / name
@@ -177,6 +181,9 @@ def take_part(engine: Engine, path: Path, name: str, placement: Placement, ident
         undo.callback(shutil.rmtree, partial, ignore_errors=True)
         undo.callback(shutil.rmtree, final, ignore_errors=True)
         undo.callback(linked.remove_elsewhere)
+        engine.store.reserve_written_out()
+        undo.callback(engine.store.drop_written_out)
+        write_out(engine)
         fresh = engine.store.link_all(linked.place)
         undo.callback(engine.store.unfreeze, fresh)
         resident = _write_resident(engine, partial / RESIDENT_NAME)
@@ -199,6 +206,7 @@ def take_part(engine: Engine, path: Path, name: str, placement: Placement, ident
         os.replace(partial, final)
         fsync_directory(final.parent)
         undo.pop_all()
+    engine.store.drop_written_out()  # the snapshot has them under its own names
     return seal_of(manifest)
 
 

@@ -27,6 +27,7 @@ from gds_optimizer.snapshot_match import (
 )
 from gds_optimizer.snapshot_read import check_footer, open_part, own_part_key
 from gds_optimizer.snapshot_reshard import other_layout
+from gds_optimizer.written_out import load_bucket
 
 
 @contextlib.contextmanager
@@ -98,7 +99,10 @@ def _same_layout(
 
     def take() -> None:
         for bucket in engine.layout.buckets:
-            if not engine.store.adopt_frozen(bucket.index, part.file(bucket.index)):
+            if bucket.index in engine.store.in_memory:
+                if not part.record(bucket.index).is_blank:
+                    load_bucket(engine, bucket.index, part.file(bucket.index))
+            elif not engine.store.adopt_frozen(bucket.index, part.file(bucket.index)):
                 engine.store.file_for_write(bucket.index)
                 copy_file(part.file(bucket.index), engine.store.paths[bucket.index])
         records = [part.record(bucket.index) for bucket in engine.layout.buckets]

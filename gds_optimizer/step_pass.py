@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from gds_optimizer.bucket_state import BucketState
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.footer import BucketRecord
 from gds_optimizer.pipeline import Ranges
-from gds_optimizer.plan import MAIN_PLANE
+from gds_optimizer.plan import MAIN_PLANE, BoundPiece
 from gds_optimizer.scalars import Scalars
 from gds_optimizer.slots import Slot, SlotPool
 from gds_optimizer.stepper import Stepper
+
+_RESIDENT_BATCH = 16
+"""Most buckets that one call of the optimizer steps: enough to make its overhead small."""
 
 
 class StepPass:
@@ -82,36 +86,97 @@ class StepPass:
             check()  # nothing to overlap with: refuse bad bytes before anything is computed
         planes = buckets.current_planes(index, slot)
 
-        active = [piece for piece in buckets.pieces[index] if piece.binding in self._grads]
-        steps = []
-        for piece in active:
-            binding = self.plan.bindings[piece.binding]
-            main = planes[MAIN_PLANE] if binding.keeps_main else binding.main.detach()
-            where = piece.bucket_slice if binding.keeps_main else piece.shard_slice
-            piece.tensor.data = main[where]
-            piece.tensor.grad = self._grads[piece.binding][piece.shard_slice]
-            state = self.scalars.state_for(piece, planes)
-            steps.append((self._groups[id(binding.main)], piece.tensor, state))
-        results = self.stepper.run(steps) if steps else []
-        for piece, state in zip(active, results, strict=True):
-            piece.tensor.grad = None
-            kept = self.scalars.take_state(piece, state, planes)
-            if state:
-                self._new_scalars.setdefault(piece.binding, kept)
+        (active,) = self._step_pieces([(index, planes)])
         if MAIN_PLANE in planes:
             buckets.copy_main_to_model(index, planes[MAIN_PLANE])
         buckets.encode(index, slot, planes, active, step=self.rounding_step)
 
         written = BucketRecord(self.step, [True] * len(bucket.planes))
         buckets.seal(index, slot, written)
-        self.pool.synchronize_compute()
+        if index not in buckets.store.in_memory:
+            self.pool.synchronize_compute()  # copies to host memory wait for kernels themselves
         if check is not None:
             check()
-        record = buckets.records[index]
-        record.step, record.written = written.step, written.written
-        buckets.main_from_model[index] = False
-        buckets.model_is_behind.discard(index)
+        self._count_as_stepped(index)
         return [(0, bucket.file_bytes)]
+
+    def visit_resident(self, homes: Sequence[tuple[int, Slot]]) -> None:
+        """Step buckets that live on the device, several in one call of the optimizer.
+
+        A call for each would take the host longer than the step takes the device. The first calls
+        are small, so that the device has something to do while the host prepares the next one.
+        """
+        limit = _RESIDENT_BATCH if self._steps_without_temporaries() else 1
+        position, count = 0, 1
+        while position < len(homes):
+            count = min(2 * count, limit)
+            batch = list(homes[position : position + count])
+            if any(self.plan.layout.buckets[index].scratch_bytes for index, _ in batch):
+                batch = batch[:1]  # there is one scratch for decoded moments
+            self._visit_batch(batch)
+            position += len(batch)
+
+    def _visit_batch(self, batch: Sequence[tuple[int, Slot]]) -> None:
+        buckets = self.buckets
+        held = [(index, buckets.current_planes(index, slot)) for index, slot in batch]
+        stepped = self._step_pieces(held)
+        buckets.copy_mains_to_model(
+            [(index, planes[MAIN_PLANE]) for index, planes in held if MAIN_PLANE in planes]
+        )
+        for (index, slot), (_, planes), active in zip(batch, held, stepped, strict=True):
+            buckets.encode(index, slot, planes, active, step=self.rounding_step)
+            self._count_as_stepped(index)
+
+    def _steps_without_temporaries(self) -> bool:
+        """Whether one call for several buckets takes no more memory than one for a single one.
+
+        torch's foreach implementations allocate what they step once more, and gradients that are
+        kept in half precision are converted when they are used. Fused kernels work in place.
+        """
+        optimizer = self.plan.optimizer
+        is_fused = type(optimizer).__module__.partition(".")[0] != "torch" or all(
+            group.get("fused") for group in optimizer.param_groups
+        )
+        return is_fused and all(type(grad) is torch.Tensor for grad in self._grads.values())
+
+    def _step_pieces(
+        self, held: Sequence[tuple[int, dict[str, torch.Tensor]]]
+    ) -> list[list[BoundPiece]]:
+        """Let the optimizer step the pieces of some buckets that have a gradient, in one call.
+
+        Args:
+            held: buckets with their planes, as (index, planes by name).
+
+        Returns:
+            For each bucket its pieces that were stepped.
+        """
+        stepped, places, steps = [], [], []
+        for index, planes in held:
+            active = [piece for piece in self.buckets.pieces[index] if piece.binding in self._grads]
+            stepped.append(active)
+            for piece in active:
+                binding = self.plan.bindings[piece.binding]
+                main = planes[MAIN_PLANE] if binding.keeps_main else binding.main.detach()
+                where = piece.bucket_slice if binding.keeps_main else piece.shard_slice
+                piece.tensor.data = main[where]
+                piece.tensor.grad = self._grads[piece.binding][piece.shard_slice]
+                state = self.scalars.state_for(piece, planes)
+                steps.append((self._groups[id(binding.main)], piece.tensor, state))
+                places.append((piece, planes))
+        results = self.stepper.run(steps) if steps else []
+        for (piece, planes), state in zip(places, results, strict=True):
+            piece.tensor.grad = None
+            kept = self.scalars.take_state(piece, state, planes)
+            if state:
+                self._new_scalars.setdefault(piece.binding, kept)
+        return stepped
+
+    def _count_as_stepped(self, index: int) -> None:
+        record = self.buckets.records[index]
+        record.step = self.step
+        record.written = [True] * len(self.plan.layout.buckets[index].planes)
+        self.buckets.main_from_model[index] = False
+        self.buckets.model_is_behind.discard(index)
 
     def finish(self) -> None:
         """Step what no bucket covers, and let the counters of the whole step count."""

@@ -13,7 +13,7 @@ import logging
 import os
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gds_optimizer.errors import (
@@ -24,6 +24,7 @@ from gds_optimizer.errors import (
     StoreChangedError,
 )
 from gds_optimizer.io.base import BucketFile, IoBackend
+from gds_optimizer.io.memory import MemoryFile
 from gds_optimizer.layout import Bucket, Layout
 from gds_optimizer.lock import OwnedDirectory, reclaim_dead
 
@@ -49,6 +50,8 @@ class Store:
         roots: the user's directories; each gets `<root>/<name>` with our files in it.
         name: the rank's own part of the path, e.g. "rank00003/dense".
         backend: opens the files.
+        in_memory: buckets that live in memory, by index; the store closes them. They have a file
+            only while they are written out (see `reserve_written_out`).
 
     Raises:
         StoreLockedError: another living process owns one of the directories.
@@ -58,13 +61,21 @@ class Store:
     """
 
     def __init__(
-        self, layout: Layout, roots: Sequence[Path], name: str, backend: IoBackend
+        self,
+        layout: Layout,
+        roots: Sequence[Path],
+        name: str,
+        backend: IoBackend,
+        *,
+        in_memory: Mapping[int, MemoryFile] | None = None,
     ) -> None:
         self.layout = layout
         self.backend = backend
         self.files: list[BucketFile] = []
         self.paths: list[Path] = []
         self._identities: list[tuple[int, int]] = []
+        self.in_memory = dict(in_memory or {})
+        self._written_out: set[int] = set()
         self._frozen: set[int] = set()
         self._spares: dict[int, Path] = {}
         self._read_elsewhere: set[tuple[int, int]] = set()
@@ -78,12 +89,16 @@ class Store:
                 undo.callback(owned.close)
                 self._owned.append(owned)
                 reclaim_dead(root, keep=owned.path)
-            _allow_descriptors(len(layout.buckets) * _DESCRIPTORS_PER_FILE)
+            _allow_descriptors(len(self._with_file()) * _DESCRIPTORS_PER_FILE)
             self._reserve()
             self._write_description()
             undo.callback(self._close_files)
-            for path in self.paths:
-                self.files.append(backend.open(path))
+            for index, path in enumerate(self.paths):
+                if index in self.in_memory:
+                    self.in_memory[index].path = path
+                    self.files.append(self.in_memory[index])
+                else:
+                    self.files.append(backend.open(path))
             undo.pop_all()
 
     @property
@@ -96,12 +111,19 @@ class Store:
         """Whether this is the copy that a forked child inherited."""
         return os.getpid() != self._pid
 
+    def _with_file(self) -> list[Bucket]:
+        """Buckets that live in a file."""
+        return [bucket for bucket in self.layout.buckets if bucket.index not in self.in_memory]
+
     def _reserve(self) -> None:
         """Create every file with its blocks allocated, so that a full disk is met here."""
         for bucket in self.layout.buckets:
             directory = self._owned[bucket.index % len(self._owned)].path
             path = directory / f"bucket{bucket.index:05d}.bin"
-            self._identities.append(self._create(path, bucket.file_bytes))
+            if bucket.index in self.in_memory:
+                self._identities.append((0, 0))
+            else:
+                self._identities.append(self._create(path, bucket.file_bytes))
             self.paths.append(path)
 
     def _create(self, path: Path, nbytes: int) -> tuple[int, int]:
@@ -130,15 +152,17 @@ class Store:
         return identity
 
     def _no_space(self, path: Path, error: OSError) -> NoSpaceError:
-        created = sum(self.layout.buckets[i].file_bytes for i in range(len(self.paths)))
+        on_disk = self._with_file()
+        needed = sum(bucket.file_bytes for bucket in on_disk)
+        created = sum(b.file_bytes for b in on_disk if b.index < len(self.paths))
         free = free_bytes(path.parent)
-        if created < self.layout.total_bytes:
+        if created < needed:
             what = (
-                f"the state of this optimizer needs {self.layout.total_bytes} bytes over "
+                f"the state of this optimizer needs {needed} bytes over "
                 f"{len(self._owned)} directories, {created} were reserved"
             )
         else:
-            missing = sum(b.file_bytes for b in self.layout.buckets if b.index not in self._spares)
+            missing = sum(b.file_bytes for b in on_disk if b.index not in self._spares)
             what = (
                 f"keeping the present files needs {missing} bytes more, for the files that the "
                 "next step writes instead"
@@ -176,6 +200,8 @@ class Store:
         Raises:
             StoreChangedError: it is gone, another file, or of another size.
         """
+        if index in self.in_memory and index not in self._written_out:
+            return
         path = self.paths[index]
         wanted_bytes = self.layout.buckets[index].file_bytes
         try:
@@ -222,7 +248,7 @@ class Store:
             undo.callback(self.unfreeze, fresh)
             for bucket in self.layout.buckets:
                 self.check_unchanged(bucket.index)
-                if bucket.index not in self._frozen:
+                if bucket.index not in self._frozen and bucket.index not in self.in_memory:
                     # Before the link: it must never exist while its file may be written.
                     fresh.add(bucket.index)
                     self._frozen.add(bucket.index)
@@ -250,7 +276,7 @@ class Store:
         coming = Counter(promised)
         devices = [os.stat(directory).st_dev for directory in self.directories]
         missing = []
-        for bucket in self.layout.buckets:
+        for bucket in self._with_file():
             key = (devices[bucket.index % len(devices)], bucket.file_bytes)
             if bucket.index in self._spares:
                 continue
@@ -308,7 +334,7 @@ class Store:
         """
         self.reserve_spares()
         self._read_elsewhere.update(self._identities)
-        self._frozen.update(range(len(self.layout.buckets)))
+        self._frozen.update(bucket.index for bucket in self._with_file())
 
     def file_for_write(self, index: int) -> BucketFile:
         """The file that a bucket's next write goes to; the whole bucket must be written.
@@ -380,7 +406,7 @@ class Store:
         state = os.stat(source)
         if state.st_nlink != 1 or (state.st_dev, state.st_ino) in self._read_elsewhere:
             return False
-        for bucket in self.layout.buckets:
+        for bucket in self._with_file():
             path = self.paths[bucket.index]
             if (
                 bucket.index not in self._spares
@@ -393,10 +419,56 @@ class Store:
                 return True
         return False
 
+    # ------------------------------------------------------------------ buckets in memory
+
+    def reserve_written_out(self, indices: Iterable[int] | None = None) -> None:
+        """Make files for buckets that live in memory, so that checkpoints find all of them.
+
+        They are at `paths`, with their space allocated; what is in them is the caller's business.
+        They go with `drop_written_out`, or with the store.
+
+        Args:
+            indices: which buckets; by default all that live in memory.
+
+        Raises:
+            NoSpaceError: there is no room; names bytes needed and free. No file was added.
+        """
+        wanted = sorted(self.in_memory if indices is None else indices)
+        missing = [i for i in wanted if i not in self._written_out]
+        rooms: dict[int, tuple[Path, int]] = {}
+        for index in missing:
+            directory = self.paths[index].parent
+            device = os.stat(directory).st_dev
+            _, nbytes = rooms.get(device, (directory, 0))
+            rooms[device] = (directory, nbytes + self.layout.buckets[index].file_bytes)
+        for directory, nbytes in rooms.values():
+            room_bytes = free_bytes(directory)
+            if nbytes > room_bytes:
+                raise NoSpaceError(
+                    f"{directory} has too little room to write out the buckets that live in "
+                    f"memory: they need {nbytes} bytes, and {room_bytes} are free: free space, or "
+                    "name a larger directory"
+                )
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.drop_written_out, missing)
+            for index in missing:
+                nbytes = self.layout.buckets[index].file_bytes
+                self._identities[index] = self._create(self.paths[index], nbytes)
+                self._written_out.add(index)
+            undo.pop_all()
+
+    def drop_written_out(self, indices: Iterable[int] | None = None) -> None:
+        """Remove the names of those files; whoever has one open or linked keeps what is in it."""
+        for index in sorted(self._written_out if indices is None else indices):
+            if index in self._written_out:
+                self._written_out.discard(index)
+                with contextlib.suppress(FileNotFoundError):
+                    self.paths[index].unlink()
+
     def _close_files(self) -> None:
         """Close every file, also when one of them reports a failure; then raise the first."""
         with contextlib.ExitStack() as stack:
-            for file in self.files:
+            for file in [*self.files, *self.in_memory.values()]:
                 stack.callback(file.close)
         self.files.clear()
 

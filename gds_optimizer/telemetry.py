@@ -26,8 +26,14 @@ class PassStats:
     buckets: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
+    """From and to files."""
     cached_buckets: int = 0
     """Buckets that were still in a slot from the pass before and needed no read."""
+    host_read_bytes: int = 0
+    host_written_bytes: int = 0
+    """Copied from and to buckets that live in host memory; they are in no other count of bytes."""
+    device_buckets: int = 0
+    """Buckets that live on the device: neither read nor written."""
 
     def describe(self) -> str:
         """One line for people: bytes, seconds, rate, path, and what was waited for."""
@@ -36,8 +42,19 @@ class PassStats:
         waits = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases_s.items())
         return (
             f"{self.read_bytes / 1e9:.3f} GB read, {self.written_bytes / 1e9:.3f} GB written in "
-            f"{self.wall_s:.3f} s ({rate:.2f} GB/s, {self.io_path}; {waits})"
+            f"{self.wall_s:.3f} s ({rate:.2f} GB/s, {self.io_path}; {waits}{self._in_memory()})"
         )
+
+    def _in_memory(self) -> str:
+        text = ""
+        if self.host_read_bytes or self.host_written_bytes:
+            text += (
+                f"; {self.host_read_bytes / 1e9:.3f} GB from and "
+                f"{self.host_written_bytes / 1e9:.3f} GB to host memory"
+            )
+        if self.device_buckets:
+            text += f"; {self.device_buckets} buckets stayed on the device"
+        return text
 
 
 class PassClock:

@@ -15,14 +15,18 @@ from gds_optimizer.io.base import (
 )
 from gds_optimizer.io.cufile import CuFileBackend
 from gds_optimizer.io.direct import DirectBackend, allocate_host_buffer
+from gds_optimizer.io.memory import CopyStreams, MemoryFile, MemoryTransfer
 
 __all__ = [
     "PAGE_BYTES",
     "BucketFile",
+    "CopyStreams",
     "CuFileBackend",
     "DirectBackend",
     "IoBackend",
     "IoPath",
+    "MemoryFile",
+    "MemoryTransfer",
     "Transfer",
     "allocate_host_buffer",
     "check_transfer",

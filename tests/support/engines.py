@@ -18,11 +18,13 @@ import torch
 from gds_optimizer.codecs import get_codec, rounding_seed
 from gds_optimizer.engine import Engine
 from gds_optimizer.evicted import evict_, evicted_like
+from gds_optimizer.homes import assign_homes
 from gds_optimizer.io import IoBackend
 from gds_optimizer.plan import Binding, plan_engine
 from gds_optimizer.slots import SlotPool
 from gds_optimizer.stepper import install_step
 from gds_optimizer.store import Store
+from gds_optimizer.tiers import Tiers
 from tests.support import io_backends
 
 # The smallest bucket holds 1024 elements; of main and two moments they take 12 KiB.
@@ -84,6 +86,7 @@ class StreamedOptimizer:
             state that is given ("given": the optimizer is built and stepped resident before, by
             `warm_up`, and its mains evicted in place).
         moments: `moment_dtype` and `moment_rounding` of `plan_engine`.
+        budgets: bytes on the device and of host memory that buckets may keep for good.
         backend, pool: shared ones; None for own ones, which `close` closes.
     """
 
@@ -106,6 +109,7 @@ class StreamedOptimizer:
         timeout_s: float = 60.0,
         names: Sequence[str] | None = None,
         moments: Mapping[str, str] | None = None,
+        budgets: tuple[int, int] = (0, 0),
     ) -> None:
         self.models = list(models)
         names = names or [f"p{index}" for index in range(len(models))]
@@ -149,15 +153,22 @@ class StreamedOptimizer:
             self.backend = backend or io_backends.make(kind)
             if backend is None:
                 undo.callback(self.backend.close)
+            sizes = [bucket.file_bytes for bucket in self.plan.layout.buckets]
+            homes = assign_homes([sizes], hbm_budget_bytes=budgets[0], host_budget_bytes=budgets[1])
+            self.tiers = Tiers([self.plan.layout], homes)
             self.pool = pool or SlotPool(
-                slots,
+                slots if self.tiers.moving_bytes or not sizes else 0,
                 self.plan.layout.max_file_bytes,
                 self.backend,
                 scratch_bytes=self.plan.layout.max_scratch_bytes,
             )
             if pool is None:
                 undo.callback(self.pool.close)
-            self.store = Store(self.plan.layout, roots, name, self.backend)
+            undo.callback(self.tiers.close)
+            self.tiers.allocate(self.pool, 0)
+            self.store = Store(
+                self.plan.layout, roots, name, self.backend, in_memory=self.tiers.in_memory[0]
+            )
             self.engine = Engine(self.plan, self.pool, self.store, timeout_s=timeout_s)
             undo.callback(self.engine.close)
             install_step(self.optimizer, self.engine.step)

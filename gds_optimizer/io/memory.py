@@ -1,0 +1,265 @@
+"""Buckets in memory with the interface of bucket files: copies on streams of their own.
+
+A bucket that lives in host memory is copied into a slot and back, on one CUDA stream for each
+direction, ordered against the step's kernels by events: the host does not wait. On a CPU the copies
+are made at once. A bucket that lives on the device has its buffer here too, and is never copied in
+a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gds_optimizer.errors import ClosedError, IoTimeoutError
+from gds_optimizer.io.base import BucketFile, Transfer, check_transfer
+
+_POLL_S = 20e-6
+
+
+class HostBuffer:
+    """Page-aligned host memory that is really there; pinned where the device is a GPU.
+
+    Not torch's pinned allocator, which rounds sizes up to powers of two. A forked child does not
+    get the pages: it has no use for them, and a copy of every page that a step changes meanwhile
+    would double the memory.
+
+    Args:
+        nbytes: a positive multiple of 4096.
+        device: pins the memory for it if it is a GPU.
+
+    Attributes:
+        tensor: 1-D uint8 tensor on the CPU.
+
+    Raises:
+        MemoryError: it is not to be had, or cannot be pinned; says why. Nothing is kept.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._pid = os.getpid()
+        self._unpin: Any = None
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            memory = mmap.mmap(-1, nbytes, flags=flags)
+            memory.madvise(mmap.MADV_DONTFORK)
+            with contextlib.suppress(OSError):  # fewer faults where the kernel has huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            raise MemoryError(f"{nbytes} bytes of host memory: {error.strerror}") from error
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        if device.type == "cuda":
+            self._unpin = _pin(self.tensor, device)
+        else:
+            self.tensor.zero_()  # a page that was never touched is not there yet
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._unpin is not None
+
+    def close(self) -> None:
+        """Give the memory back; no copy may be in flight. May be called again."""
+        unpin, self._unpin = self._unpin, None
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        if unpin is not None and os.getpid() == self._pid:
+            unpin()
+
+
+def _pin(tensor: torch.Tensor, device: torch.device) -> Any:
+    """Lock the pages of a tensor in memory; what undoes it, and keeps the memory until then."""
+    # CuPy's call, not torch's: it clears the error of a failed call, which torch's next kernel
+    # launch would take for its own.
+    try:
+        import cupy
+    except ImportError as error:
+        raise MemoryError(f"pinning host memory needs cupy ({error})") from error
+    runtime, pointer = cupy.cuda.runtime, tensor.data_ptr()
+    try:
+        with cupy.cuda.Device(device.index):
+            runtime.hostRegister(pointer, tensor.numel(), 0)
+    except runtime.CUDARuntimeError as error:
+        raise MemoryError(f"{tensor.numel()} bytes cannot be pinned: {error}") from error
+
+    def unpin(kept: torch.Tensor = tensor) -> None:
+        with cupy.cuda.Device(device.index), contextlib.suppress(runtime.CUDARuntimeError):
+            runtime.hostUnregister(kept.data_ptr())
+
+    return unpin
+
+
+class CopyStreams:
+    """A stream for each direction between host memory and a device; none on a CPU.
+
+    Args:
+        device: where the slots are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        is_cuda = device.type == "cuda"
+        self.to_device = torch.cuda.Stream(device) if is_cuda else None
+        self.to_host = torch.cuda.Stream(device) if is_cuda else None
+        self._computed = self.new_event()
+
+    def new_event(self) -> Any:
+        return torch.cuda.Event() if self.device.type == "cuda" else None
+
+    def follow_compute(self) -> None:
+        """Let copies to the host wait for what is queued on the current stream by now."""
+        if self.to_host is not None:
+            self._computed.record(torch.cuda.current_stream(self.device))
+            self.to_host.wait_event(self._computed)
+
+
+class MemoryTransfer(Transfer):
+    """A copy that was queued on a stream, or was made at once (`event` is None)."""
+
+    def __init__(
+        self, file: MemoryFile, operation: str, file_offset: int, nbytes: int, event: Any
+    ) -> None:
+        self.path = file.path
+        self.operation = operation
+        self.file_offset = file_offset
+        self.nbytes = nbytes
+        self._device = file.device
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self._event is None:
+            return
+        if timeout_s is None:
+            self._event.synchronize()
+            return
+        deadline_s = time.monotonic() + timeout_s
+        while not self._event.query():
+            if time.monotonic() >= deadline_s:
+                raise IoTimeoutError(
+                    self.path,
+                    self.operation,
+                    file_offset=self.file_offset,
+                    wanted_bytes=self.nbytes,
+                    got=f"a copy that has not ended in {timeout_s:g} s (it goes on, and its "
+                    "buffer is still in use)",
+                )
+            time.sleep(_POLL_S)
+
+    def follow(self) -> None:
+        """Let the current stream wait for the copy; the host does not."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class MemoryFile(BucketFile):
+    """A bucket in memory.
+
+    Args:
+        memory: 1-D uint8 tensor, a multiple of 4096 bytes long, on the CPU or the device.
+        streams: for the copies.
+        host_buffer: what `memory` belongs to; None where the bucket stays on the device.
+
+    Attributes:
+        path: what it would be called as a file, for messages.
+        memory: 1-D uint8 tensor of `nbytes` on the CPU or the device; empty once it is closed and
+            while the device's memory is lent to others.
+        stays_on_device: whether `memory` is what the step works on, so that nothing is copied.
+    """
+
+    def __init__(
+        self, memory: torch.Tensor, streams: CopyStreams, host_buffer: HostBuffer | None = None
+    ) -> None:
+        self.path = Path("memory")
+        self.memory = memory
+        self.nbytes = memory.numel()
+        self.device = streams.device
+        self.stays_on_device = host_buffer is None
+        self._host_buffer = host_buffer
+        self._streams = streams
+        self._read_done = streams.new_event()
+        self._write_done = streams.new_event()
+
+    @classmethod
+    def in_host_memory(cls, nbytes: int, streams: CopyStreams) -> MemoryFile:
+        """A bucket in new host memory.
+
+        Raises:
+            MemoryError: it is not to be had.
+        """
+        buffer = HostBuffer(nbytes, streams.device)
+        return cls(buffer.tensor, streams, buffer)
+
+    def read(self, buffer: torch.Tensor, file_offset: int) -> MemoryTransfer:
+        """Start copying into `buffer`, in which nothing may be going on."""
+        part = self._part(buffer, file_offset)
+        stream = self._streams.to_device
+        if stream is None:
+            buffer.copy_(part)
+            return MemoryTransfer(self, "read", file_offset, buffer.numel(), None)
+        with torch.cuda.stream(stream):
+            buffer.copy_(part, non_blocking=True)
+        self._read_done.record(stream)
+        return MemoryTransfer(self, "read", file_offset, buffer.numel(), self._read_done)
+
+    def write(self, buffer: torch.Tensor, file_offset: int) -> MemoryTransfer:
+        """Start copying from `buffer`, behind what is queued on the current stream by now."""
+        part = self._part(buffer, file_offset)
+        stream = self._streams.to_host
+        if stream is None:
+            part.copy_(buffer)
+            return MemoryTransfer(self, "write", file_offset, buffer.numel(), None)
+        self._streams.follow_compute()
+        with torch.cuda.stream(stream):
+            part.copy_(buffer, non_blocking=True)
+        self._write_done.record(stream)
+        return MemoryTransfer(self, "write", file_offset, buffer.numel(), self._write_done)
+
+    def _part(self, buffer: torch.Tensor, file_offset: int) -> torch.Tensor:
+        if not self.memory.numel():
+            raise ClosedError(f"bucket {self.path} is in memory that was given back")
+        check_transfer(buffer, file_offset, self._streams.device)
+        part = self.memory[file_offset : file_offset + buffer.numel()]
+        if part.numel() != buffer.numel():
+            raise ValueError(
+                f"wanted bytes {file_offset} to {file_offset + buffer.numel()} of a bucket of "
+                f"{self.nbytes} bytes"
+            )
+        return part
+
+    def chunks(self, buffer: torch.Tensor, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The first `nbytes` in parts of `buffer`'s size, as (offset, bytes in `buffer`).
+
+        Args:
+            buffer: 1-D uint8 tensor on the CPU. It is overwritten by the next part.
+            nbytes: how many, of `nbytes` at most.
+        """
+        for start in range(0, nbytes, buffer.numel()):
+            part = buffer[: min(buffer.numel(), nbytes - start)]
+            part.copy_(self.memory[start : start + part.numel()])
+            yield start, part
+
+    def quiesce(self, timeout_s: float) -> None:
+        for stream in (self._streams.to_device, self._streams.to_host):
+            if stream is not None:
+                stream.synchronize()
+
+    def fileno(self) -> int:
+        """There is none.
+
+        Raises:
+            OSError
+        """
+        raise OSError(f"bucket {self.path} is in memory and has no descriptor")
+
+    def close(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        buffer, self._host_buffer = self._host_buffer, None
+        if buffer is not None:
+            buffer.close()
