@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from gds_optimizer.homes import Home
 from tests.support.engines import adamw, pair
 
 LOTS = 2**30
@@ -52,9 +51,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("budgets", BUDGETS)
-def test_budgets_change_no_bit(
-    tmp_path: Path, budgets: str, optimizer: str, moments: str
-) -> None:
+def test_budgets_change_no_bit(tmp_path: Path, budgets: str, optimizer: str, moments: str) -> None:
     with pair(
         tmp_path,
         OPTIMIZERS[optimizer],
