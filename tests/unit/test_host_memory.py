@@ -83,18 +83,16 @@ def test_version_1(kernel: Path) -> None:
         kernel,
         "5:cpu,cpuacct:/x\n7:memory:/job\n",
         "memory/job",
-        **{
-            "memory_DOT_limit_in_bytes": str(30 * MIB),
-            "memory_DOT_usage_in_bytes": str(10 * MIB),
-            "memory_DOT_stat": f"total_inactive_file {MIB}\n",
-        },
+        memory_DOT_limit_in_bytes=str(30 * MIB),
+        memory_DOT_usage_in_bytes=str(10 * MIB),
+        memory_DOT_stat=f"total_inactive_file {MIB}\n",
     )
     assert found(kernel) == 21 * MIB
     group(
         kernel,
         "7:memory:/job\n",
         "memory/job",
-        **{"memory_DOT_limit_in_bytes": str(2**63 - 4096)},
+        memory_DOT_limit_in_bytes=str(2**63 - 4096),
     )
     assert found(kernel) == 1000 * MIB
 
