@@ -45,13 +45,23 @@ class BenchResult:
         return statistics.median(s.read_bytes + s.written_bytes for s in self.steps)
 
     @property
-    def ratio_to_limit(self) -> float:
-        """Median step time over the time that its bytes take at the best mixed rate."""
+    def ratio_to_limit(self) -> float | None:
+        """Median step time over the time that its bytes take at the best mixed rate.
+
+        None where no byte goes to the drives.
+        """
+        if not self.moved_bytes:
+            return None
         return statistics.median(self.steps_s) / (self.moved_bytes / self.limit.mixed / 1e9)
 
     @property
-    def initialize_ratio(self) -> float:
-        """Time of the first writing over what its bytes take at the best first-write rate."""
+    def initialize_ratio(self) -> float | None:
+        """Time of the first writing over what its bytes take at the best first-write rate.
+
+        None where no byte goes to the drives.
+        """
+        if not self.initialize.written_bytes:
+            return None
         return self.initialize_s / (self.initialize.written_bytes / self.limit.first_write / 1e9)
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +97,10 @@ class BenchResult:
             "bytes": {
                 "read": statistics.median(s.read_bytes for s in self.steps),
                 "written": statistics.median(s.written_bytes for s in self.steps),
+                "host_read": statistics.median(s.host_read_bytes for s in self.steps),
+                "host_written": statistics.median(s.host_written_bytes for s in self.steps),
             },
+            "device_buckets": max(s.device_buckets for s in self.steps),
             "ratio_to_limit": self.ratio_to_limit,
         }
 
@@ -95,17 +108,34 @@ class BenchResult:
         """For people; the last sentence says what it means."""
         limit, step_s = self.limit, statistics.median(self.steps_s)
         phases = ", ".join(f"{name} {self.to_dict()['step'][f'{name}_s']:.2f} s" for name in PHASES)
+        moved, ratio, first_ratio = (
+            self.to_dict()["bytes"],
+            self.ratio_to_limit,
+            self.initialize_ratio,
+        )
+        first_writing = f", {first_ratio:.2f} times what the drives need" if first_ratio else ""
+        verdict = (
+            f"A step takes {ratio:.2f} times what these drives need for its bytes"
+            if ratio
+            else "No byte of a step goes to the drives"
+        )
+        in_memory = (
+            f"in memory   {self.to_dict()['device_buckets']} buckets on the device, "
+            f"{(moved['host_read'] + moved['host_written']) / 1e9:.2f} GB copied from and to host "
+            "memory in a step\n"
+        )
         return (
             f"{self.numel / 1e9:.3f} billion parameters, {self.state_bytes / 1e9:.2f} GB of state "
             f"on {', '.join(self.directories)} ({self.io_path}, {self.device})\n"
             f"drives      read {limit.read:.2f}, write {limit.write:.2f}, both at once "
             f"{limit.mixed:.2f}, first write {limit.first_write:.2f} GB/s\n"
             f"initialise  {self.initialize.written_bytes / 1e9:.2f} GB in "
-            f"{self.initialize_s:.2f} s, {self.initialize_ratio:.2f} times what the drives need\n"
+            f"{self.initialize_s:.2f} s{first_writing}\n"
             f"step        {step_s:.2f} s (median of {len(self.steps_s)}, {min(self.steps_s):.2f} "
             f"to {max(self.steps_s):.2f}), {self.moved_bytes / step_s / 1e9:.2f} GB/s\n"
             f"of which    {phases}\n"
-            f"A step takes {self.ratio_to_limit:.2f} times what these drives need for its bytes; "
+            f"{in_memory}"
+            f"{verdict}; "
             f"7 billion parameters a rank would take {7e9 / self.numel * step_s:.0f} s."
         )
 
@@ -181,7 +211,9 @@ def run_bench(
         GdsOptimizerError: setting up or a step failed.
     """
     limit_bytes = min(limit_bytes, 12 * numel)
-    check_room(config.directories, 12 * numel + limit_bytes, "the benchmark")
+    host_bytes = config.host_budget if isinstance(config.host_budget, int) else 0
+    on_drives = max(12 * numel - config.hbm_budget - host_bytes, 0)
+    check_room(config.directories, on_drives + limit_bytes, "the benchmark")
     optimizer, bindings = synthetic_optimizer(numel, device)
     grads = torch.randn(min(numel, _SHARD_NUMEL), device=device) * 0.01
     with LimitFiles(config.directories, limit_bytes) as files:

@@ -47,6 +47,12 @@ def register(subparsers: SubParsers) -> None:
     parser.add_argument(
         "--moment-rounding", default="stochastic", help="or nearest; where they are not in fp32"
     )
+    parser.add_argument(
+        "--hbm-budget", default="0", help="bytes of state that stay on the device, e.g. 8GiB"
+    )
+    parser.add_argument(
+        "--host-budget", default="0", help="the same of host memory, or auto (default 0)"
+    )
     parser.add_argument("--allow-tmpfs", action="store_true", help="accept a directory in memory")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -73,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         slots=arguments.slots,
         moment_dtype=arguments.moment_dtype,
         moment_rounding=arguments.moment_rounding,
+        hbm_budget=arguments.hbm_budget,
+        host_budget=arguments.host_budget,
         allow_tmpfs=arguments.allow_tmpfs,
     )
     result = run_bench(

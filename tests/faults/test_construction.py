@@ -86,8 +86,10 @@ class NotedPool(SlotPool):
         super().__init__(*arguments, **options)
 
 
-def build(directory: Path, *, eager: bool = True, sizes: Any = SIZES) -> Runtime:
-    config = StreamConfig(directories=(directory,), bucket_size=SMALL_BUCKET_BYTES, slots=2)
+def build(directory: Path, *, eager: bool = True, sizes: Any = SIZES, **budgets: Any) -> Runtime:
+    config = StreamConfig(
+        directories=(directory,), bucket_size=SMALL_BUCKET_BYTES, slots=2, **budgets
+    )
     return Runtime.build(parts(sizes), config, device=CPU, rank=0, eager=eager)
 
 

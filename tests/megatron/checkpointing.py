@@ -492,6 +492,8 @@ def perform(run: Run, directory: Path) -> RunResult:
                 slots=run.streaming.slots,
                 init=run.streaming.init,
                 io=run.streaming.io,
+                hbm_budget=run.streaming.hbm_budget,
+                host_budget=run.streaming.host_budget,
                 **run.stream_options,
             )
         )

@@ -34,6 +34,8 @@ class Streaming:
     slots: int = 3
     init: str = "auto"
     io: str = "auto"
+    hbm_budget: int = 0
+    host_budget: int = 0
     attach: bool = False
     """Build the optimizer resident and attach to it, instead of building it streamed."""
     states_at: tuple[int, ...] = (-1,)
@@ -48,6 +50,8 @@ class Comparison:
     resident: TrainingRecord | None = None
     bucket_count: int = 0
     split_shards: int = 0
+    homes: set[str] = field(default_factory=set)
+    """Where buckets live: "device", "host", "nvme"."""
     leftovers: list[str] = field(default_factory=list)
 
 
@@ -55,6 +59,12 @@ def close(optimizer: Any) -> None:
     for part in distributed_optimizers(optimizer):
         if not part.is_stub_optimizer:
             part.close()
+
+
+def _homes(engine: Any) -> set[str]:
+    in_memory = engine.store.in_memory
+    homes = {"device" if file.stays_on_device else "host" for file in in_memory.values()}
+    return homes | ({"nvme"} if len(in_memory) < len(engine.layout.buckets) else set())
 
 
 def _collector(
@@ -82,6 +92,8 @@ def train_streamed(
         slots=streaming.slots,
         init=streaming.init,
         io=streaming.io,
+        hbm_budget=streaming.hbm_budget,
+        host_budget=streaming.host_budget,
     )
     kept: list[Any] = []
 
@@ -93,6 +105,7 @@ def train_streamed(
             if part.is_stub_optimizer or part.engine is None:
                 continue
             layout = part.engine.layout
+            comparison.homes |= _homes(part.engine)
             comparison.bucket_count += len(layout.buckets)
             pieces = [(b.space, p.shard) for b in layout.buckets for p in b.pieces]
             comparison.split_shards += sum(pieces.count(piece) > 1 for piece in set(pieces))

@@ -28,6 +28,9 @@ def gpt(**options: Any) -> TinyGptConfig:
 
 
 DEFAULT = Streaming()
+# Some buckets of each kind; a chain of optimizers shares the budgets.
+MIXED_HOMES = Streaming(hbm_budget=100_001, host_budget=250_001, states_at=(0, -1))
+ON_DEVICE = Streaming(hbm_budget=2**30)
 ONE_RANK: dict[str, tuple[TinyGptConfig, Streaming]] = {
     "basic": (gpt(), Streaming(states_at=(0, 1, -1))),
     "fused_step_convention": (gpt(inner_optimizer="fused", experts=4), DEFAULT),
@@ -68,6 +71,9 @@ ONE_RANK: dict[str, tuple[TinyGptConfig, Streaming]] = {
     ),
     "one_large_bucket": (gpt(mixed_dtype=True), Streaming(bucket_size=2**24, states_at=(0, -1))),
     "attached": (gpt(experts=4, mixed_dtype=True), Streaming(attach=True, states_at=(0, -1))),
+    "mixed_homes_moe": (gpt(experts=4), MIXED_HOMES),
+    "on_device_bf16_gradients": (gpt(experts=4, grad_reduce_in_fp32=False), ON_DEVICE),
+    "on_device_fused": (gpt(inner_optimizer="fused", mixed_dtype=True), ON_DEVICE),
     "attached_fused": (gpt(inner_optimizer="fused"), Streaming(attach=True)),
 }
 TWO_RANKS: dict[str, tuple[TinyGptConfig, Streaming]] = {
@@ -91,6 +97,8 @@ TWO_RANKS: dict[str, tuple[TinyGptConfig, Streaming]] = {
         gpt(experts=4, expert_parallel=2, inner_optimizer="fused", **BUCKETS),
         DEFAULT,
     ),
+    "dp_mixed_homes": (gpt(**BUCKETS), MIXED_HOMES),
+    "ep_mixed_homes": (gpt(experts=4, expert_parallel=2), MIXED_HOMES),
     "pp_tied": (gpt(pipeline_parallel=2, tied_embeddings=True), DEFAULT),
 }
 CASES = [(1, name) for name in ONE_RANK] + [(2, name) for name in TWO_RANKS]
@@ -130,6 +138,12 @@ def test_parameters_are_split(comparisons):
     for comparison in comparisons[1, "basic"]:
         assert comparison.bucket_count > 20
         assert comparison.split_shards > 8
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "homes" in case[1]], ids=str)
+def test_buckets_live_everywhere(comparisons, case):
+    for comparison in comparisons[case]:
+        assert comparison.homes == {"device", "host", "nvme"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{size}-{name}" for size, name in CASES])

@@ -651,7 +651,14 @@ def offloading_and_restoring(directory: Path) -> None:
 
 def reloading_while_offloaded(directory: Path) -> None:
     """As reinforcement learning does: weights come while the slots are away."""
+    reload_while_offloaded(directory)
 
+
+def reloading_while_the_state_on_the_device_is_offloaded(directory: Path) -> None:
+    reload_while_offloaded(directory, hbm_budget=300_000, host_budget=300_000)
+
+
+def reload_while_offloaded(directory: Path, **budgets: int) -> None:
     def reload(step: int, chunks: list[Any], optimizer: Any) -> None:
         if step == 1:
             streaming = any(map(is_streamed, distributed_optimizers(optimizer)))
@@ -662,7 +669,8 @@ def reloading_while_offloaded(directory: Path) -> None:
             if streaming:
                 optimizer.restore_from_cpu()
 
-    same(run(MOE, after_step=reload), run(MOE, stream_config(directory), after_step=reload))
+    config = stream_config(directory, **budgets)
+    same(run(MOE, after_step=reload), run(MOE, config, after_step=reload))
 
 
 def lazy_construction_writes_nothing(directory: Path) -> None:
@@ -793,6 +801,7 @@ ONE_RANK: list[Callable[[Path], None]] = [
     a_version_without_tests_is_rehearsed,
     offloading_and_restoring,
     reloading_while_offloaded,
+    reloading_while_the_state_on_the_device_is_offloaded,
     lazy_construction_writes_nothing,
     two_directories,
     others_may_wrap_the_step,

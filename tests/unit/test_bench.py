@@ -13,6 +13,7 @@ import torch
 
 from gds_optimizer.bench.limit import LimitFiles
 from gds_optimizer.bench.steps import run_bench
+from gds_optimizer.bench.tiers import run_tiers_bench
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import NoSpaceError
 from gds_optimizer.telemetry import PHASES
@@ -65,7 +66,8 @@ def test_the_json_has_the_documented_keys(result):
     assert {"median_s", "min_s", "max_s", "read_wait_s", "compute_s", "write_wait_s"} <= set(
         data["step"]
     )
-    assert set(data["bytes"]) == {"read", "written"}
+    assert set(data["bytes"]) == {"read", "written", "host_read", "host_written"}
+    assert (data["bytes"]["host_written"], data["device_buckets"]) == (0, 0)
     moved = data["bytes"]["read"] + data["bytes"]["written"]
     wanted = data["step"]["median_s"] / (moved / data["limit"]["mixed_gbps"] / 1e9)
     assert data["ratio_to_limit"] == pytest.approx(wanted, rel=0.05)
@@ -74,6 +76,36 @@ def test_the_json_has_the_documented_keys(result):
 
 def test_nothing_is_left(result):
     assert list(result[1].iterdir()) == []
+
+
+def test_state_that_lives_in_memory_does_not_reach_the_drives(tmp_path):
+    config = StreamConfig(
+        directories=(tmp_path,), bucket_size=12 * 8192, hbm_budget=12 * 2**14, host_budget=2**30
+    )
+    found = run_bench(
+        config, numel=NUMEL, steps=1, device=torch.device("cpu"), limit_bytes=LIMIT_BYTES
+    )
+    data = json.loads(json.dumps(found.to_dict()))
+    assert (data["ratio_to_limit"], data["initialize"]["ratio_to_limit"]) == (None, None)
+    assert (data["bytes"]["written"], data["device_buckets"]) == (0, 1)
+    assert data["bytes"]["host_written"] == found.state_bytes - 12 * 2**13 - 4096
+    assert "No byte of a step goes to the drives" in found.to_text()
+    assert "1 buckets on the device" in found.to_text()
+
+
+def test_the_ways_that_state_lives_in_memory_are_timed(tmp_path):
+    found = run_tiers_bench(
+        StreamConfig(directories=(tmp_path,), bucket_size=12 * 8192),
+        numel=NUMEL * 2,
+        repeats=2,
+        device=torch.device("cpu"),
+    )
+    assert set(found["seconds"]) == {"bare_loop", "resident", "host", "host_and_nvme", "device"}
+    assert all(len(runs) == 2 for runs in found["runs"].values())
+    assert found["buckets"]["host"] == {"device": 0, "host": 25, "nvme": 0}
+    assert found["buckets"]["device"] == {"device": 25, "host": 0, "nvme": 0}
+    assert found["buckets"]["host_and_nvme"]["nvme"] in (2, 3)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_limit_files_are_removed_when_measuring_fails(tmp_path):

@@ -114,6 +114,21 @@ def test_sizes_may_be_text(directory):
     assert (settings.bucket_size, settings.io_task_size) == (2**30, 8 * 2**20)
 
 
+def test_budgets_are_nothing_by_default_and_may_be_sizes(directory):
+    assert (config(directory).hbm_budget, config(directory).host_budget) == (0, 0)
+    settings = config(directory, hbm_budget="2GiB", host_budget="auto")
+    assert (settings.hbm_budget, settings.host_budget) == (2**31, "auto")
+    parser = add_arguments(argparse.ArgumentParser())
+    prefix = "--stream-optimizer-state-"
+    flags = [f"{prefix}to-disk", f"{prefix}dir", str(directory), f"{prefix}hbm-budget", "1kB"]
+    for text, wanted in (("auto", "auto"), ("3MiB", 3 * 2**20)):
+        arguments = parser.parse_args([*flags, f"{prefix}host-budget", text])
+        parsed = StreamConfig.from_args(arguments)
+        assert (parsed.hbm_budget, parsed.host_budget) == (1000, wanted)
+    with pytest.raises(SystemExit):
+        parser.parse_args([*flags, f"{prefix}host-budget", "some"])
+
+
 def test_directories_may_be_one_path_or_many_and_become_absolute(directory, monkeypatch):
     (directory / "a").mkdir()
     (directory / "b").mkdir()
@@ -139,6 +154,11 @@ REJECTED = [
     ("moment_dtype", "fp16", "fp32, bf16, int8"),
     ("moment_dtype", None, "fp32, bf16"),
     ("moment_rounding", "up", "nearest, stochastic"),
+    ("hbm_budget", "much", "a size such as"),
+    ("hbm_budget", "auto", "a size such as"),
+    ("hbm_budget", -1, "at least 0"),
+    ("host_budget", "half", "a size such as"),
+    ("host_budget", None, "a size such as"),
     ("slots", 0, "from 1 to 64"),
     ("slots", 65, "from 1 to 64"),
     ("slots", 2.5, "whole number"),
