@@ -197,7 +197,8 @@ class Engine:
             except BaseException as error:  # noqa: BLE001 - `_fail` raises it, or what it caused
                 self._fail(what, error)
             self.last_stats = clock.finish()
-            self._check_ways()
+            if self.last_stats.read_bytes or self.last_stats.written_bytes:
+                self._check_ways()
 
     def _check_ways(self) -> None:
         """Say so once if bytes went another way than the one that was chosen and printed."""

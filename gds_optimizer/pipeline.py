@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from gds_optimizer.errors import GdsOptimizerError, IoTimeoutError, StepFailedError
-from gds_optimizer.io import MemoryFile, MemoryTransfer
+from gds_optimizer.io import BucketFile, MemoryFile, MemoryTransfer
 from gds_optimizer.slots import Slot, SlotPool, SlotState
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock
@@ -26,6 +26,43 @@ Ranges = Sequence[tuple[int, int]]
 _HOLDING = (SlotState.CACHED, SlotState.WRITING)
 _STUCK_WAIT_S = 5.0
 """How long the rest is waited for, in all, once a transfer has not ended in time."""
+
+
+class _Queues:
+    """Buckets that a pass has still to read, those on drives and those in host memory apart.
+
+    Attributes:
+        on_drives, in_memory: indices, in the pass's order.
+        wanted: both.
+        are_two: whether the pass has buckets of both kinds.
+    """
+
+    def __init__(self, files: Sequence[BucketFile], order: Sequence[int]) -> None:
+        copied = {index for index in order if isinstance(files[index], MemoryFile)}
+        self.in_memory = deque(index for index in order if index in copied)
+        self.on_drives = deque(index for index in order if index not in copied)
+        self.wanted = set(order)
+        self.are_two = 0 < len(copied) < len(order)
+
+
+def _only_copies(slot: Slot) -> bool:
+    """Whether nothing but copies of host memory is in flight on a slot."""
+    return all(isinstance(transfer, MemoryTransfer) for transfer in slot.transfers)
+
+
+def _has_arrived(slot: Slot) -> bool:
+    """Whether a slot can be visited without waiting on the host: streams wait for copies."""
+    return _only_copies(slot) or slot.is_idle
+
+
+def _next(reading: deque[Slot], *, any_order: bool) -> Slot:
+    """The slot to be visited next, taken from `reading`."""
+    if any_order:
+        for slot in reading:
+            if _has_arrived(slot):
+                reading.remove(slot)
+                return slot
+    return reading.popleft()
 
 
 class Pipeline:
@@ -60,10 +97,12 @@ class Pipeline:
         """Visit the buckets in `order`, reading ahead and writing behind.
 
         Buckets that live on the device come first, each in a slot that is its home, while the
-        first of the others are being read.
+        first of the others are being read. Where some of those live in host memory and some on
+        drives, drives get one slot (all but two of more than three), and whatever has arrived
+        is visited: copies are much faster, and go on beside the I/O.
 
         Args:
-            order: bucket indices, each once.
+            order: bucket indices, each once. Buckets of one kind are visited in this order.
             reads: which ranges of a bucket's file its visit needs in the slot.
             visit: called with bucket, slot and whether the bytes come from the disk (False: they
                 are what the last visit left in the slot). It returns when no kernel touches the
@@ -78,17 +117,16 @@ class Pipeline:
                 buckets whose visit has returned are on disk unless the failure was their write.
         """
         resident = [index for index in order if self._lives_on_device(index)]
-        queue = deque(index for index in order if not self._lives_on_device(index))
-        wanted = set(queue)
+        queues = _Queues(self.store.files, [i for i in order if not self._lives_on_device(i)])
         reading: deque[Slot] = deque()
         try:
             self._raise_tail_failure()
             if resident:
-                self._read_ahead(queue, wanted, reading, reads, clock, may_wait=False)
+                self._read_ahead(queues, reading, reads, clock, may_wait=False)
                 self._visit_resident(resident, visit, visit_resident, clock)
-            while queue or reading:
-                self._read_ahead(queue, wanted, reading, reads, clock)
-                slot = reading.popleft()
+            while queues.wanted or reading:
+                self._read_ahead(queues, reading, reads, clock)
+                slot = _next(reading, any_order=queues.are_two)
                 from_disk = slot.state is SlotState.READING
                 with clock.phase("read_wait"):
                     self._follow_or_finish(slot)
@@ -142,8 +180,7 @@ class Pipeline:
 
     def _read_ahead(
         self,
-        queue: deque[int],
-        wanted: set[int],
+        queues: _Queues,
         reading: deque[Slot],
         reads: Callable[[int], Ranges],
         clock: PassClock,
@@ -151,14 +188,15 @@ class Pipeline:
         may_wait: bool = True,
     ) -> None:
         """Start reads while slots are to be had; wait for a write only if nothing is being read."""
-        while queue:
+        while queues.wanted:
+            queue = self._queue_to_serve(queues)
             bucket = queue[0]
-            must = may_wait and not reading
-            slot = self._take_slot(bucket, wanted, must=must, clock=clock)
+            must = may_wait and (not reading or self._is_copy_awaited(queues, reading))
+            slot = self._take_slot(bucket, queues.wanted, must=must, clock=clock)
             if slot is None:
                 return
             queue.popleft()
-            wanted.discard(bucket)
+            queues.wanted.discard(bucket)
             reading.append(slot)
             if slot.owner is self and slot.bucket == bucket:
                 slot.state = SlotState.READY
@@ -175,6 +213,32 @@ class Pipeline:
                     clock.stats.host_read_bytes += nbytes
                 else:
                     clock.stats.read_bytes += nbytes
+
+    def _queue_to_serve(self, queues: _Queues) -> deque[int]:
+        """The queue whose first bucket gets the next slot; one of them has some."""
+        if not (queues.on_drives and queues.in_memory):
+            return queues.on_drives or queues.in_memory
+        slots, first = self.pool.slots, queues.on_drives[0]
+        is_held = any(
+            slot.owner is self and slot.bucket == first and slot.state in _HOLDING for slot in slots
+        )
+        busy = sum(
+            not _only_copies(slot) and (slot.state is SlotState.READING or not slot.is_idle)
+            for slot in slots
+        )
+        has_room = busy < max(1, len(slots) - 2)
+        return queues.on_drives if is_held or has_room else queues.in_memory
+
+    def _is_copy_awaited(self, queues: _Queues, reading: Sequence[Slot]) -> bool:
+        """Whether a copy that is about to end gives a slot before a drive has anything to visit."""
+        return (
+            queues.are_two
+            and bool(queues.in_memory)
+            and not any(_has_arrived(slot) for slot in reading)
+            and any(
+                slot.state is SlotState.WRITING and _only_copies(slot) for slot in self.pool.slots
+            )
+        )
 
     def _take_slot(
         self, bucket: int, wanted: set[int], *, must: bool, clock: PassClock
@@ -209,7 +273,7 @@ class Pipeline:
                 return slot
         if not must:
             return None
-        for slot in writing:
+        for slot in sorted(writing, key=_only_copies, reverse=True):
             with clock.phase("write_wait"):
                 if self._finish_write(slot):
                     return slot

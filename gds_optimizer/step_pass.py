@@ -18,6 +18,8 @@ from gds_optimizer.stepper import Stepper
 
 _RESIDENT_BATCH = 16
 """Most buckets that one call of the optimizer steps: enough to make its overhead small."""
+_FUSED_LIBRARIES = ("transformer_engine", "apex")
+"""Whose optimizers step in place without an option that says so."""
 
 
 class StepPass:
@@ -134,7 +136,8 @@ class StepPass:
         kept in half precision are converted when they are used. Fused kernels work in place.
         """
         optimizer = self.plan.optimizer
-        is_fused = type(optimizer).__module__.partition(".")[0] != "torch" or all(
+        library = type(optimizer).__module__.partition(".")[0]
+        is_fused = library in _FUSED_LIBRARIES or all(
             group.get("fused") for group in optimizer.param_groups
         )
         return is_fused and all(type(grad) is torch.Tensor for grad in self._grads.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -60,6 +60,7 @@ class Setup:
     )
     init: str = "eager"
     parallel: bool = False
+    budgets: dict[str, int] = field(default_factory=dict)
 
     @property
     def config(self) -> TinyGptConfig:
@@ -94,6 +95,12 @@ SETUPS = {
         options={"overlap": True, "ddp_bucket_size": 4096, "mixed_dtype": True, "experts": 4},
         pairs=STREAMED_ONLY,
     ),
+    "dp_mixed_homes": Setup(
+        world_size=2,
+        options={**FUSED, "experts": 4},
+        formats=(BUCKET_SHAPED, MODEL_SHAPED, GATHERED),
+        budgets={"hbm_budget": 100_001, "host_budget": 100_001},
+    ),
     "tp_dp": Setup(
         world_size=4,
         options={**FUSED, "tensor_parallel": 2, "swiglu": True, "overlap": True},
@@ -125,7 +132,7 @@ def add_setup(name: str, setup: Setup) -> list[Any]:
         setup.world_size,
         Run(
             config=config,
-            streaming=Streaming(init=setup.init, bucket_size=BUCKET_BYTES),
+            streaming=Streaming(init=setup.init, bucket_size=BUCKET_BYTES, **setup.budgets),
             actions={
                 0: saves("streamed", 0),
                 SAVED: (*saves("streamed", SAVED), Look()),
@@ -139,7 +146,7 @@ def add_setup(name: str, setup: Setup) -> list[Any]:
             at_zero = source == "streamed" and (target == "streamed" or setup.world_size == 1)
             for step in (0, SAVED) if at_zero else (SAVED,):
                 init = "lazy" if kind == BUCKET_SHAPED else "eager"
-                streaming = Streaming(init=init, bucket_size=BUCKET_BYTES)
+                streaming = Streaming(init=init, bucket_size=BUCKET_BYTES, **setup.budgets)
                 run = PLAN.add(
                     f"{name}/{source}-{target}/{kind}/{step}",
                     setup.world_size,

@@ -158,7 +158,7 @@ ONE_RANK: dict[str, TinyGptConfig] = {
     "mixed_moe": gpt(mixed_dtype=True, experts=4),
     "bf16_gradients": gpt(grad_reduce_in_fp32=False, overlap=True, ddp_bucket_size=4096),
 }
-RESTORED = [(TAKEN, "same"), (TAKEN, "other"), (0, "other")]
+RESTORED = [(TAKEN, "same"), (TAKEN, "other"), (0, "other"), (TAKEN, "mixed")]
 PARALLEL: dict[str, TinyGptConfig] = {
     "tp": gpt(tensor_parallel=2, swiglu=True),
     "pp": gpt(pipeline_parallel=2, tied_embeddings=True, layers=2),
@@ -174,12 +174,15 @@ WIDE: dict[str, TinyGptConfig] = {
     "tp_dp": gpt(tensor_parallel=2),
 }
 RESIZED = ("dp_moe", "dp_fused")
-STREAMINGS = {"same": STREAMING, "other": OTHER_STREAMING}
+# The buckets of "same", some of them on the device and some in host memory.
+MIXED_HOMES = replace(STREAMING, hbm_budget=100_001, host_budget=100_001)
+STREAMINGS = {"same": STREAMING, "other": OTHER_STREAMING, "mixed": MIXED_HOMES}
 PARALLEL_CASES = [
     ("tp", "same"),
     ("tp", "other"),
     ("pp", "same"),
     ("ep", "other"),
+    ("ep", "mixed"),
     ("dp_small", "same"),
 ]
 
@@ -201,6 +204,11 @@ def taking_on_one() -> dict[str, Run]:
                 TAKEN + 1: (Take(f"{name}-{TAKEN + 1}"), Take(f"{name}-again")),
             },
         )
+    runs["mixed_homes/taken"] = Run(
+        config=ONE_RANK["mixed_moe"],
+        streaming=MIXED_HOMES,
+        actions={TAKEN: (Take("mixed_homes"), Look())},
+    )
     runs["lazy/taken"] = Run(
         config=gpt(), streaming=replace(STREAMING, init="lazy"), actions={0: (Take("lazy-0"),)}
     )
@@ -223,6 +231,10 @@ def restoring_on_one() -> dict[str, Run]:
         for at, streaming in RESTORED:
             run = resumed(config, f"{name}-{at}", STREAMINGS[streaming], at)
             runs[f"{name}/{at}/{streaming}"] = run
+    for streaming in STREAMINGS:
+        runs[f"mixed_homes/{TAKEN}/{streaming}"] = resumed(
+            ONE_RANK["mixed_moe"], "mixed_homes", STREAMINGS[streaming]
+        )
     runs["lazy/0/same"] = resumed(gpt(), "lazy-0", STREAMING, 0)
     runs["lazy/0/other"] = resumed(gpt(), "lazy-0", OTHER_STREAMING, 0)
     runs["adamw/resident"] = Run(config=gpt(), actions={1: (NotStreamed(f"adamw-{TAKEN}"),)})
@@ -338,6 +350,16 @@ def test_snapshots_are_not_noticed(results, name):
     (plain,), (taken,) = results("take1", f"{name}/plain"), results("take1", f"{name}/taken")
     compare_records(plain.record, taken.record)
     compare_moments(plain.moments[STEPS], taken.moments[STEPS])
+
+
+@pytest.mark.parametrize("streaming", STREAMINGS)
+def test_buckets_in_memory_are_in_it(results, streaming):
+    """Taken with buckets of all kinds, restored whatever the budgets and sizes are then."""
+    (plain,), (taken,) = results("take1", "mixed_moe/plain"), results("take1", "mixed_homes/taken")
+    compare_moments(plain.moments[STEPS], taken.moments[STEPS])
+    (again,) = results("restore1", f"mixed_homes/{TAKEN}/{streaming}")
+    compare_moments(taken.moments[TAKEN], again.moments[TAKEN])
+    compare_resumed(taken, again)
 
 
 @pytest.mark.parametrize(("at", "streaming"), RESTORED)

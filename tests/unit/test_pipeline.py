@@ -188,7 +188,7 @@ class Rig:
         assert slot.state is SlotState.COMPUTING
         assert slot.is_idle
         others = {transfer.file.number for transfer in self.script.in_flight}
-        assert len(others) < len(self.pool.slots)
+        assert len(others) < len({*self.pool.slots, slot})
         self.script.note("visit", self.first + bucket)
         self.from_disk.append(from_disk)
         if bucket in self.visit_fails:

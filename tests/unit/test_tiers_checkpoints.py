@@ -14,6 +14,7 @@ from gds_optimizer.checkpoint import load_state_dict, state_dict
 from gds_optimizer.errors import (
     ClosedError,
     CorruptBucketError,
+    ForkedError,
     NoSpaceError,
     SnapshotError,
     StepFailedError,
@@ -24,7 +25,7 @@ from gds_optimizer.io import MemoryFile
 from gds_optimizer.mapped_state import freeze_mapped, map_state
 from gds_optimizer.snapshot_read import verify
 from gds_optimizer.written_out import lend_device_memory, take_device_memory
-from tests.support.engines import grads_of, leftovers
+from tests.support.engines import grads_of, in_child, leftovers
 from tests.support.snapshots import (
     StreamedOptimizer,
     built,
@@ -287,6 +288,27 @@ def test_footers_are_made_when_bytes_leave(tmp_path: Path) -> None:
                 path, layout_id = optimizer.paths[bucket.index], optimizer.layout.layout_id
                 record = optimizer.engine.records[bucket.index]
                 assert read_footer(path, bucket, layout_id).step == record.step
+
+
+@pytest.mark.parametrize("budgets", BUDGETS)
+def test_a_forked_child_is_refused_and_leaves_all_as_it_was(tmp_path: Path, budgets: str) -> None:
+    with (
+        built(root(tmp_path, "a"), budgets=BUDGETS[budgets]) as optimizer,
+        built(root(tmp_path, "b")) as other,
+    ):
+        for each in (optimizer, other):
+            train(each, 0, 2)
+
+        def check() -> None:
+            for use in (lambda: train(optimizer, 2, 3), optimizer.engine.read_state):
+                with pytest.raises(ForkedError):
+                    use()
+            optimizer.engine.close()
+
+        in_child(check)
+        for each in (optimizer, other):
+            train(each, 2, 4)
+        compare(everything(other), everything(optimizer))
 
 
 def test_a_failed_copy_fails_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
