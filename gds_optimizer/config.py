@@ -32,6 +32,7 @@ INIT_CHOICES = ("auto", "eager", "lazy")
 SELF_CHECK_CHOICES = ("auto", "always", "never")
 MOMENT_DTYPE_CHOICES = ("fp32", "bf16", "int8")
 MOMENT_ROUNDING_CHOICES = ("nearest", "stochastic")
+MAIN_CHOICES = ("auto", "fp32", "remainder")
 _MAX_TIMEOUT_S = 86_400
 
 
@@ -87,6 +88,9 @@ class StreamConfig:
             numbers; the step itself is computed in fp32 all the same.
         moment_rounding: how each step's moments are rounded where they are not kept in fp32;
             stochastic rounding repeats itself when a step is repeated.
+        main: how main parameters are kept between steps; lossless in every case. `remainder`
+            stores the 16 bits that a bf16 model parameter lacks and refuses other parameters;
+            `auto` does so where the model's parameter is bf16, and stores fp32 elsewhere.
     """
 
     directories: tuple[Path, ...]
@@ -102,6 +106,7 @@ class StreamConfig:
     self_check: str = "auto"
     moment_dtype: str = "fp32"
     moment_rounding: str = "stochastic"
+    main: str = "fp32"
 
     def __post_init__(self) -> None:
         directories: Any = self.directories
@@ -149,6 +154,7 @@ class StreamConfig:
         self._check_choice("self_check", SELF_CHECK_CHOICES)
         self._check_choice("moment_dtype", MOMENT_DTYPE_CHOICES)
         self._check_choice("moment_rounding", MOMENT_ROUNDING_CHOICES)
+        self._check_choice("main", MAIN_CHOICES)
         self._check_range("slots", 1, 64)
         self._check_range("io_threads", 1, 256)
         self._check_range("bucket_size", PAGE_BYTES, 2**40)
@@ -268,6 +274,11 @@ _FLAGS = (
         "moment_rounding",
         "How each step's moments are rounded where they are not kept in fp32.",
         choices=MOMENT_ROUNDING_CHOICES,
+    ),
+    _Flag(
+        "main",
+        "How main parameters are kept between steps; lossless in every case.",
+        choices=MAIN_CHOICES,
     ),
 )
 

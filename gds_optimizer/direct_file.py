@@ -22,8 +22,8 @@ Progress = Callable[[int], object]
 """Called with the number of bytes that were dealt with since the last call."""
 
 
-def _open(path: Path, flags: int) -> int:
-    """With O_DIRECT where the file system knows it."""
+def open_direct(path: Path, flags: int) -> int:
+    """Open a file with O_DIRECT where the file system knows it; a new one gets mode 0600."""
     try:
         return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -66,7 +66,7 @@ def read_chunks(path: Path, start: int, end: int) -> Iterator[torch.Tensor]:
     """
     buffer = allocate_host_buffer(min(CHUNK_BYTES, max(end - start, 4096)))
     view = memoryview(buffer.numpy().data)
-    fd = _open(path, os.O_RDONLY)
+    fd = open_direct(path, os.O_RDONLY)
     try:
         nbytes = os.fstat(fd).st_size
         if nbytes < end:
@@ -164,7 +164,7 @@ def copy_file(
     """
     nbytes = os.stat(source).st_size
     stop = stop or threading.Event()
-    fd = _open(target, os.O_WRONLY | os.O_CREAT)
+    fd = open_direct(target, os.O_WRONLY | os.O_CREAT)
     began, copied = time.monotonic(), 0
     try:
         for chunk in read_chunks(source, 0, nbytes):

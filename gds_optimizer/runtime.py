@@ -91,6 +91,7 @@ class Runtime:
                 config.bucket_size,
                 moment_dtype=config.moment_dtype,
                 moment_rounding=config.moment_rounding,
+                main=config.main,
             )
             for part in parts
         ]

@@ -4,6 +4,7 @@
     <path>/rank00000/opt0/manifest.json
     <path>/rank00000/opt0/bucket00000.bin   links, on the same file system as the buckets
     <path>/rank00000/opt0/resident.bin      state that has no bucket file
+    <path>/rank00000/opt0/upper.bin         halves of mains that the model holds (`snapshot_upper`)
 
 A linked file is never written again: the bucket's next write goes to another file. Buckets on
 other file systems than `path` are linked in a directory beside them, which the manifest names.
@@ -31,6 +32,7 @@ from gds_optimizer.engine import Engine
 from gds_optimizer.errors import SnapshotError
 from gds_optimizer.footer import Footer, read_footer
 from gds_optimizer.jsonvalues import seal, seal_of, to_json
+from gds_optimizer.snapshot_upper import UPPER_NAME, write_upper
 from gds_optimizer.store import MANIFEST_NAME, NO_LINK_ERRORS, SNAPSHOT_NAME
 
 FORMAT = "gds-optimizer snapshot"
@@ -145,8 +147,8 @@ def write_durably(path: Path, data: bytes) -> None:
 def take_part(engine: Engine, path: Path, name: str, placement: Placement, identity: str) -> str:
     """Link one engine's files into `path` and describe them; part of a snapshot.
 
-    Waits for the last step's writes, and for nothing else that depends on the state's size. From
-    then on the files are frozen; `Store.reserve_spares` should follow.
+    Waits for the last step's writes, and for nothing else that depends on the state's size, except
+    that halves of mains that the model holds are written: 2 bytes a parameter. From then on the files are frozen; `Store.reserve_spares` should follow.
 
     Args:
         engine: what to take.
@@ -160,6 +162,8 @@ def take_part(engine: Engine, path: Path, name: str, placement: Placement, ident
 
     Raises:
         SnapshotError: something cannot be described.
+        NoSpaceError: there is no room for those halves.
+        ModelChangedError: the model holds some, and was changed without a reload.
         StepFailedError: the state is torn, is being loaded, or a write behind the last step failed.
         OSError: the file system refused a link or a file.
         In each case nothing of the part is left and nothing is frozen.
@@ -180,6 +184,7 @@ def take_part(engine: Engine, path: Path, name: str, placement: Placement, ident
         fresh = engine.store.link_all(linked.place)
         undo.callback(engine.store.unfreeze, fresh)
         resident = _write_resident(engine, partial / RESIDENT_NAME)
+        upper = write_upper(engine, partial / UPPER_NAME)
         manifest = seal(
             {
                 "format": FORMAT,
@@ -191,6 +196,7 @@ def take_part(engine: Engine, path: Path, name: str, placement: Placement, ident
                 "name": name,
                 **_describe(engine, linked.elsewhere),
                 "resident": resident,
+                "upper": upper,
             }
         )
         _sync_buckets(engine)
