@@ -24,6 +24,7 @@ from gds_optimizer.engine import Engine
 from gds_optimizer.errors import CorruptBucketError, IoError
 from gds_optimizer.footer import BucketRecord, describe_difference, host_footer
 from gds_optimizer.io import allocate_host_buffer
+from gds_optimizer.layout import Bucket
 from gds_optimizer.mapping import (
     Mapping,
     PlaneMapping,
@@ -33,7 +34,6 @@ from gds_optimizer.mapping import (
     no_room_for_decoded,
     plane_bytes,
 )
-from gds_optimizer.layout import Bucket
 from gds_optimizer.plan import tie_plane
 from gds_optimizer.store import free_bytes
 

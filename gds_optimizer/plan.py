@@ -137,7 +137,7 @@ def tie_plane(of: Bucket | Space) -> int | None:
     """Number of the plane whose signs are tie bits of the mains; None without one."""
     if of.planes[0].codec != "main:remainder16":
         return None
-    return next(number for number, plane in enumerate(of.planes) if plane.name == TIE_PLANE)
+    return [plane.name for plane in of.planes].index(TIE_PLANE)
 
 
 def _encoded(

@@ -148,7 +148,8 @@ def take_part(engine: Engine, path: Path, name: str, placement: Placement, ident
     """Link one engine's files into `path` and describe them; part of a snapshot.
 
     Waits for the last step's writes, and for nothing else that depends on the state's size, except
-    that halves of mains that the model holds are written: 2 bytes a parameter. From then on the files are frozen; `Store.reserve_spares` should follow.
+    that halves of mains that the model holds are written: 2 bytes a parameter. From then on the
+    files are frozen; `Store.reserve_spares` should follow.
 
     Args:
         engine: what to take.

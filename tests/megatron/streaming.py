@@ -34,6 +34,7 @@ class Streaming:
     slots: int = 3
     init: str = "auto"
     io: str = "auto"
+    main: str = "fp32"
     attach: bool = False
     """Build the optimizer resident and attach to it, instead of building it streamed."""
     states_at: tuple[int, ...] = (-1,)
@@ -48,6 +49,7 @@ class Comparison:
     resident: TrainingRecord | None = None
     bucket_count: int = 0
     split_shards: int = 0
+    main_codecs: set[str] = field(default_factory=set)
     leftovers: list[str] = field(default_factory=list)
 
 
@@ -82,6 +84,7 @@ def train_streamed(
         slots=streaming.slots,
         init=streaming.init,
         io=streaming.io,
+        main=streaming.main,
     )
     kept: list[Any] = []
 
@@ -94,6 +97,12 @@ def train_streamed(
                 continue
             layout = part.engine.layout
             comparison.bucket_count += len(layout.buckets)
+            comparison.main_codecs |= {
+                plane.codec
+                for space in layout.spaces
+                for plane in space.planes
+                if plane.name == "main"
+            }
             pieces = [(b.space, p.shard) for b in layout.buckets for p in b.pieces]
             comparison.split_shards += sum(pieces.count(piece) > 1 for piece in set(pieces))
 
