@@ -278,10 +278,8 @@ class Engine:
         is_loading = self.handed_out is not None and self.handed_out.writable
         if not self._buckets.halves.buckets or is_loading:  # what follows refuses the latter
             return
-        with self.exclusive(what, is_pass=True):
-            self._check_slots()
-            with torch.no_grad(), self.pool.computing():
-                self._buckets.check_models(buckets)
+        with self.exclusive(what, is_pass=True), torch.no_grad(), self.pool.computing():
+            self._buckets.check_models(buckets)
 
     # ------------------------------------------------------------------ writing without a step
 

@@ -139,7 +139,7 @@ class UpperHalves:
     def check(self, buckets: Iterable[int]) -> None:
         """Compare the model's parameters with what they were when their mains were stored.
 
-        One look for all of them, which waits for the device once. It uses the scratch.
+        One look for all of them, which waits for the device once. It needs no slots.
 
         Args:
             buckets: indices; those whose halves the model does not hold are left out.
@@ -150,15 +150,23 @@ class UpperHalves:
         wanted = [index for index in buckets if index in self.buckets and index not in self.apart]
         if not wanted:
             return
-        found = []
-        for index in wanted:
-            halves = self.room(index)
-            self.gather(index, halves)
-            found.append(checksum(halves.view(torch.uint8)))
+        longest = max(self._plan.layout.buckets[index].numel for index in wanted)
+        device = self._pool.device
+        room = torch.empty(min(_PART_NUMEL, longest), dtype=torch.bfloat16, device=device)
+        found = [self._sum_of_model(index, room) for index in wanted]
         differs = torch.stack(found) != self._sums[wanted]
         changed = [i for i, is_changed in zip(wanted, differs.tolist(), strict=True) if is_changed]
         if changed:
             raise self._changed(changed)
+
+    def _sum_of_model(self, index: int, room: torch.Tensor) -> torch.Tensor:
+        numel = self._plan.layout.buckets[index].numel
+        total = torch.zeros((), dtype=torch.int64, device=room.device)
+        for start in range(0, numel, _PART_NUMEL):
+            halves = room[: min(_PART_NUMEL, numel - start)]
+            self._gather_from_model(index, halves, start)
+            total += partial_checksum(halves.view(torch.uint8), 2 * start)
+        return total
 
     def _changed(self, buckets: list[int]) -> ModelChangedError:
         names = dict.fromkeys(
