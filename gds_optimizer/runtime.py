@@ -165,6 +165,14 @@ class Runtime:
                 self.pool.scratch_bytes / 2**20,
                 self.pool.device,
             )
+        halved = sum(len(engine.halves.buckets) for engine in self.engines)
+        if halved:
+            logger.info(
+                "rank %d: main parameters of %d buckets are kept as remainders of the model's "
+                "bf16 parameters: call reload_model_params() after changing those",
+                rank,
+                halved,
+            )
         logger.info("rank %d: %s", rank, self.report.summary())
         for finding in self.report.findings:
             if finding.severity in (Severity.WARN, Severity.MISSING):

@@ -47,6 +47,9 @@ def register(subparsers: SubParsers) -> None:
     parser.add_argument(
         "--moment-rounding", default="stochastic", help="or nearest; where they are not in fp32"
     )
+    parser.add_argument(
+        "--main", default="fp32", help="or remainder, or auto: how main parameters are kept"
+    )
     parser.add_argument("--allow-tmpfs", action="store_true", help="accept a directory in memory")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -73,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         slots=arguments.slots,
         moment_dtype=arguments.moment_dtype,
         moment_rounding=arguments.moment_rounding,
+        main=arguments.main,
         allow_tmpfs=arguments.allow_tmpfs,
     )
     result = run_bench(
