@@ -512,7 +512,7 @@ def test_files_do_not_depend_on_slots_or_on_what_was_in_them(tmp_path, moments):
 
     contents = []
     for slots in (1, 3):
-        options = {**with_remainders(moments), "slots": slots}
+        options = {**with_remainders(moments), "slots": slots, "initialize": "lazy"}
         with streamed(root(tmp_path, str(slots)), **options) as optimizer:
             optimizer.engine.forget_slots()
             for slot in optimizer.pool.slots:
