@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from gds_optimizer.codecs import Codec, get_codec, nearest_codec, rounding_seed
+from gds_optimizer.codecs import (
+    Codec,
+    RemainderCodec,
+    clear_tie_bits,
+    get_codec,
+    nearest_codec,
+    rounding_seed,
+)
+from gds_optimizer.codecs.remainder import stored_moments
 from gds_optimizer.errors import CorruptBucketError
 from gds_optimizer.footer import (
     BucketRecord,
@@ -25,9 +33,10 @@ from gds_optimizer.layout import (
     shard_alignment,
 )
 from gds_optimizer.pipeline import Ranges
-from gds_optimizer.plan import MAIN_PLANE, BoundPiece, EnginePlan, bind_pieces
+from gds_optimizer.plan import MAIN_PLANE, BoundPiece, EnginePlan, bind_pieces, tie_plane
 from gds_optimizer.slots import Slot, SlotPool
 from gds_optimizer.store import Store
+from gds_optimizer.upper_halves import UpperHalves
 
 
 class BucketState:
@@ -45,6 +54,7 @@ class BucketState:
             parameters hold the values.
         model_is_behind: buckets whose mains were changed between steps; the next step gives them
             to the model.
+        halves: of mains, where they are stored as remainders.
     """
 
     def __init__(self, plan: EnginePlan, store: Store, pool: SlotPool) -> None:
@@ -57,6 +67,7 @@ class BucketState:
         self.pieces: list[list[BoundPiece]] = [bind_pieces(plan, bucket) for bucket in buckets]
         self.main_from_model = [False] * len(buckets)
         self.model_is_behind: set[int] = set()
+        self.halves = UpperHalves(plan, self.pieces, store, pool)
 
     # ------------------------------------------------------------------ what is where
 
@@ -136,12 +147,17 @@ class BucketState:
         planes = self.planes(bucket, slot)
         if main_only:
             planes = {name: values for name, values in planes.items() if name == MAIN_PLANE}
+        if index in self.halves.buckets and 0 in needed:
+            self.decode_main(index, slot, planes[MAIN_PLANE])
+        ties = self._tie_bits(bucket, slot)
+        if ties is not None and not main_only:
+            clear_tie_bits(ties)  # the optimizer must not see them
         for number, plane in enumerate(bucket.planes):
             if plane.name not in planes:
                 continue
             values, codec = planes[plane.name], get_codec(plane.codec)
             if number in needed:
-                if not codec.is_view:
+                if not codec.is_view and not isinstance(codec, RemainderCodec):
                     codec.decode_into(_encoded(slot, plane), values)
             elif plane.name == MAIN_PLANE:
                 self.fill_main_from_model(index, values)
@@ -176,7 +192,7 @@ class BucketState:
         ranges = self._block_ranges(bucket, changed)
         for number, plane in enumerate(bucket.planes):
             codec = get_codec(plane.codec)
-            if codec.is_view:
+            if codec.is_view or isinstance(codec, RemainderCodec):
                 continue
             encoded, values = _encoded(slot, plane), planes[plane.name]
             seed = rounding_seed(step, index, number)
@@ -187,6 +203,7 @@ class BucketState:
                 codec.encode_from(
                     values[start:end], encoded, numel=bucket.numel, start=start, seed=seed
                 )
+        self.encode_main(index, slot, planes)
 
     def encode_initial(self, index: int, slot: Slot, planes: dict[str, torch.Tensor]) -> None:
         """Put planes that no step has computed into the slot, encoded, rounded to nearest.
@@ -199,8 +216,82 @@ class BucketState:
         bucket, record = self.layout.buckets[index], self.records[index]
         for plane, written in zip(bucket.planes, record.written, strict=True):
             codec = nearest_codec(plane.codec)
-            if written and not codec.is_view:
+            if written and not codec.is_view and not isinstance(codec, RemainderCodec):
                 _encode_whole(codec, planes[plane.name], _encoded(slot, plane))
+        if record.written[0]:
+            if any(
+                MAIN_PLANE in (self.plan.bindings[piece.binding].initial or {})
+                for piece in self.pieces[index]
+            ):
+                self.hold_ties(index, slot)  # mains that are the model's have none
+            self.encode_main(index, slot, planes)
+
+    # ------------------------------------------------------------------ mains as remainders
+
+    def _tie_bits(self, bucket: Bucket, slot: Slot) -> torch.Tensor | None:
+        """The stored moments in a slot whose signs are tie bits of the mains, if there are any."""
+        number = tie_plane(bucket)
+        if number is None:
+            return None
+        plane = bucket.planes[number]
+        return stored_moments(_encoded(slot, plane), plane.codec, bucket.numel)
+
+    def decode_main(self, index: int, slot: Slot, main: torch.Tensor) -> None:
+        """Put mains together from their remainders in a slot and their upper halves.
+
+        Before anything else is decoded: the signs of the moments beside them are part of it, and
+        stay as they are.
+        """
+        bucket = self.layout.buckets[index]
+        codec = get_codec(bucket.planes[0].codec)
+        assert isinstance(codec, RemainderCodec)
+        ties = self._tie_bits(bucket, slot)
+        if ties is not None and not self.records[index].written[tie_plane(bucket) or 0]:
+            ties.zero_()  # no file holds them
+        halves = self.halves.room(index)
+        self.halves.gather(index, halves)
+        codec.decode_main(_encoded(slot, bucket.planes[0]), main, model=halves, exp_avg_sq=ties)
+
+    def encode_main(self, index: int, slot: Slot, planes: dict[str, torch.Tensor]) -> None:
+        """Put the remainders of mains into a slot; nothing where mains are stored otherwise.
+
+        After everything else was encoded, since it sets signs of the moments. All of the bucket:
+        mains that did not change get the bytes that they had.
+        """
+        bucket = self.layout.buckets[index]
+        codec = get_codec(bucket.planes[0].codec)
+        if not isinstance(codec, RemainderCodec):
+            return
+        encoded = _encoded(slot, bucket.planes[0])
+        codec.encode_main(planes[MAIN_PLANE], encoded, exp_avg_sq=self._tie_bits(bucket, slot))
+        encoded[codec.encoded_bytes(bucket.numel) :].zero_()
+
+    def main_parts(self, index: int) -> list[int]:
+        """Numbers of the planes that hold the mains of a bucket, or a bit of them."""
+        ties = tie_plane(self.layout.buckets[index])
+        return [0] if ties is None else [0, ties]
+
+    def put_main(self, index: int, slot: Slot, main: torch.Tensor) -> None:
+        """Put mains into a slot that were changed between steps; their model stays as it is.
+
+        The slot holds the plane with the tie bits, if a file does. Call `seal` or `reseal_main`
+        afterwards.
+        """
+        self.records[index].written[0] = True
+        self.main_from_model[index] = False
+        if index not in self.halves.buckets:
+            return
+        self.hold_ties(index, slot)
+        self.encode_main(index, slot, {MAIN_PLANE: main})
+        self.halves.keep(index, main)
+
+    def hold_ties(self, index: int, slot: Slot) -> None:
+        """Make sure that the plane with the tie bits will be written: it may never have been."""
+        bucket, record = self.layout.buckets[index], self.records[index]
+        ties = tie_plane(bucket)
+        if ties is not None and not record.written[ties]:
+            _encoded(slot, bucket.planes[ties]).zero_()
+            record.written[ties] = True
 
     def _block_ranges(self, bucket: Bucket, pieces: Sequence[BoundPiece]) -> list[tuple[int, int]]:
         """Elements of whole codec blocks that pieces lie in, neighbours merged."""
@@ -222,6 +313,11 @@ class BucketState:
                 main[piece.bucket_slice].copy_(model[piece.shard_slice])
 
     def copy_main_to_model(self, index: int, main: torch.Tensor) -> None:
+        if index in self.halves.buckets:
+            halves = self.halves.room(index)
+            halves.copy_(main)
+            self.halves.give(index, halves)
+            return
         for piece in self.pieces[index]:
             model = self.plan.bindings[piece.binding].model
             if model is not None:
@@ -238,6 +334,14 @@ class BucketState:
                     sources.append(main[piece.bucket_slice])
         if targets:
             torch._foreach_copy_(targets, sources)
+
+    def check_models(self, buckets: Iterable[int]) -> None:
+        """Make sure that the model holds the halves of mains that are about to be decoded.
+
+        Raises:
+            ModelChangedError: it was changed from outside.
+        """
+        self.halves.check(index for index in buckets if 0 in self.needed(index))
 
     # ------------------------------------------------------------------ footers
 
@@ -278,8 +382,10 @@ class BucketState:
 
     def reseal_main(self, index: int, slot: Slot) -> None:
         """Bring the footer up to date after the main plane alone has changed."""
-        if index not in self.store.in_memory:
-            replace_plane_checksum(slot.buffer, self.layout.buckets[index], 0)
+        if index in self.store.in_memory:
+            return
+        for number in self.main_parts(index):
+            replace_plane_checksum(slot.buffer, self.layout.buckets[index], number)
 
 
 def _encoded(slot: Slot, plane: Plane) -> torch.Tensor:

@@ -33,6 +33,7 @@ SELF_CHECK_CHOICES = ("auto", "always", "never")
 MOMENT_DTYPE_CHOICES = ("fp32", "bf16", "int8")
 MOMENT_ROUNDING_CHOICES = ("nearest", "stochastic")
 AUTO_BUDGET = "auto"
+MAIN_CHOICES = ("auto", "fp32", "remainder")
 _MAX_TIMEOUT_S = 86_400
 
 
@@ -92,6 +93,9 @@ class StreamConfig:
             good, the first ones that fit; for each process, whatever it streams.
         host_budget: the same of host memory for the next ones, pinned where the device is a GPU;
             "auto" takes half of what is available, shared by the ranks of a machine.
+        main: how main parameters are kept between steps; lossless in every case. `remainder`
+            stores the 16 bits that a bf16 model parameter lacks and refuses other parameters;
+            `auto` does so where the model's parameter is bf16, and stores fp32 elsewhere.
     """
 
     directories: tuple[Path, ...]
@@ -109,6 +113,7 @@ class StreamConfig:
     moment_rounding: str = "stochastic"
     hbm_budget: int = 0
     host_budget: int | str = 0
+    main: str = "fp32"
 
     def __post_init__(self) -> None:
         directories: Any = self.directories
@@ -158,6 +163,7 @@ class StreamConfig:
         self._check_choice("self_check", SELF_CHECK_CHOICES)
         self._check_choice("moment_dtype", MOMENT_DTYPE_CHOICES)
         self._check_choice("moment_rounding", MOMENT_ROUNDING_CHOICES)
+        self._check_choice("main", MAIN_CHOICES)
         self._check_range("slots", 1, 64)
         self._check_range("io_threads", 1, 256)
         self._check_range("bucket_size", PAGE_BYTES, 2**40)
@@ -291,6 +297,11 @@ _FLAGS = (
         "host_budget",
         "Bytes of host memory for buckets, e.g. 400GiB, or auto: half of what is available.",
         type=_budget_argument,
+    ),
+    _Flag(
+        "main",
+        "How main parameters are kept between steps; lossless in every case.",
+        choices=MAIN_CHOICES,
     ),
 )
 

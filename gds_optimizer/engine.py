@@ -33,6 +33,7 @@ from gds_optimizer.step_pass import StepPass, late_parameters
 from gds_optimizer.stepper import Stepper
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock, PassStats
+from gds_optimizer.upper_halves import UpperHalves
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +249,7 @@ class Engine:
 
         Raises:
             StepFailedError: it could not be completed; the cause says where and why.
+            ModelChangedError: the model holds halves of mains and was changed without a reload.
         """
         while self.before_step:
             self.before_step.pop(0)()
@@ -266,6 +268,7 @@ class Engine:
             self.steps + 1,
             rounding_step=self._rounded_steps + 1,
         )
+        self._check_models(step_pass.active, f"optimizer step {self.steps + 1}")
         with self._pass(f"optimizer step {self.steps + 1}") as clock:
             self._stepper.begin()
             self.pipeline.run(
@@ -278,6 +281,18 @@ class Engine:
             step_pass.finish()
         self.steps += 1
         self._rounded_steps += 1
+
+    def _check_models(self, buckets: Iterable[int], what: str) -> None:
+        """Refuse what needs the halves of mains that the model held, where it was changed.
+
+        Raises:
+            ModelChangedError: nothing was done; the state is unharmed.
+        """
+        is_loading = self.handed_out is not None and self.handed_out.writable
+        if not self._buckets.halves.buckets or is_loading:  # what follows refuses the latter
+            return
+        with self.exclusive(what, is_pass=True), torch.no_grad(), self.pool.computing():
+            self._buckets.check_models(buckets)
 
     # ------------------------------------------------------------------ writing without a step
 
@@ -317,6 +332,8 @@ class Engine:
         if record.is_blank:
             return ()
         buckets.encode_initial(index, slot, planes)
+        if index in buckets.halves.buckets:
+            buckets.halves.keep(index, planes[MAIN_PLANE])
         buckets.seal(index, slot, record)
         self.pool.synchronize_compute()
         return buckets.written_ranges(index)
@@ -327,6 +344,7 @@ class Engine:
         self.take_files_back()  # tensors handed out before show mains that count no longer
         for index in self._buckets.with_main():
             self._buckets.main_from_model[index] = True
+            self._buckets.halves.apart.pop(index, None)
 
     def write_mains(self, sources: dict[int, torch.Tensor]) -> PassStats:
         """Rewrite the main planes, bucket by bucket, in place.
@@ -364,7 +382,8 @@ class Engine:
 
         def planes_to_read(index: int) -> list[int]:
             frozen = self.store.is_frozen(index)
-            return [n for n in state.needed(index) if frozen or (read_main and n == 0)]
+            parts = set(state.main_parts(index)) - (set() if read_main else {0})
+            return [n for n in state.needed(index) if frozen or n in parts]
 
         def visit(index: int, slot: Slot, from_disk: bool) -> Ranges:
             record = state.records[index]
@@ -373,11 +392,12 @@ class Engine:
             main = state.planes(self.layout.buckets[index], slot)[MAIN_PLANE]
             if read_main and 0 not in state.needed(index):
                 state.fill_main_from_model(index, main)
+            elif read_main and index in state.halves.buckets:
+                state.decode_main(index, slot, main)
             if not fill(index, main):
                 return ()
             blank = record.is_blank
-            record.written[0] = True
-            state.main_from_model[index] = False
+            state.put_main(index, slot, main)
             if blank:
                 state.seal(index, slot, record)
             else:
@@ -385,7 +405,7 @@ class Engine:
             self.pool.synchronize_compute()
             if self.store.is_frozen(index):
                 return state.written_ranges(index)
-            return state.ranges(index, [0])
+            return state.ranges(index, state.main_parts(index))
 
         with_main = set(state.with_main())
         wanted = [index for index in buckets if index in with_main]
@@ -404,9 +424,11 @@ class Engine:
 
         Raises:
             StepFailedError: writing failed, now or behind the last step.
+            ModelChangedError: the model holds halves of mains and was changed without a reload.
         """
         self.check_not_materialized("reading or saving the whole state")
         state = self._buckets
+        self._check_models(range(len(self.layout.buckets)), "reading or saving the whole state")
         stale = [index for index in state.with_main() if 0 not in state.needed(index)]
         if stale:
 
@@ -452,12 +474,17 @@ class Engine:
             main_only: give it the main plane (where there is one) and nothing else.
         """
         self.check_usable()
-        state = self._buckets
+        state, buckets = self._buckets, list(buckets)
+        self._check_models(buckets, "reading the state")
 
         def read(index: int, slot: Slot, from_disk: bool) -> Ranges:
             if from_disk:
                 state.expect(index, slot, state.needed(index))()
-            visit(index, state.current_planes(index, slot, main_only=main_only))
+            planes = state.current_planes(index, slot, main_only=main_only)
+            visit(index, planes)
+            if not main_only and 0 in state.needed(index):
+                # The slot may serve the next step, so the tie bits go back into it.
+                state.encode_main(index, slot, planes)
             self.pool.synchronize_compute()
             return ()
 
@@ -531,6 +558,11 @@ class Engine:
         """What each bucket's file holds."""
         return self._buckets.records
 
+    @property
+    def halves(self) -> UpperHalves:
+        """Halves of mains that the model holds, where mains are stored as remainders."""
+        return self._buckets.halves
+
     def is_blank(self, index: int) -> bool:
         """Whether nothing was ever written to a bucket."""
         return self._buckets.records[index].is_blank
@@ -593,6 +625,7 @@ class Engine:
         with suppress(GdsOptimizerError):  # a write that failed matters no more
             self.pipeline.forget()
         self.pipeline.unfinished_writes.clear()
+        self._buckets.halves.apart.clear()
         self._failure = StepFailedError(why)
 
     def restore(

@@ -109,6 +109,13 @@ class StepFailedError(GdsOptimizerError, RuntimeError):
     """
 
 
+class ModelChangedError(GdsOptimizerError, ValueError):
+    """Model parameters that hold a half of the mains were changed from outside, without a reload.
+
+    Nothing was computed or written: once the mains are reloaded, everything goes on.
+    """
+
+
 class SnapshotError(GdsOptimizerError, ValueError):
     """A snapshot cannot be taken, is incomplete, does not fit, or is damaged."""
 

@@ -173,8 +173,9 @@ def build_footer(
 
 
 def replace_plane_checksum(buffer: torch.Tensor, bucket: Bucket, plane: int) -> None:
-    """Rewrite the checksum of one plane in the slot's own footer, after that plane changed."""
+    """Rewrite the checksum of one plane in the slot's own footer, after that plane was written."""
     footer = footer_words(buffer, bucket)
+    footer[_PLANES + 2 * plane] = 1
     footer[_PLANES + 2 * plane + 1] = checksum(_plane_bytes(buffer, bucket, plane))
     _seal(footer)
 

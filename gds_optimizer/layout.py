@@ -117,9 +117,13 @@ class Bucket:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the decoded values of planes that cannot be used where they are stored."""
+        """Bytes of the decoded values of planes that cannot be used where they are stored.
+
+        With what their codecs need beside them.
+        """
         return sum(
             align_up(self.numel * codec.dtype.itemsize, SCRATCH_ALIGNMENT)
+            + align_up(self.numel * codec.workspace_itemsize, SCRATCH_ALIGNMENT)
             for codec in (get_codec(plane.codec) for plane in self.planes)
             if not codec.is_view
         )

@@ -18,11 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from gds_optimizer.checksum import checksum
-from gds_optimizer.codecs import get_codec, nearest_codec
+from gds_optimizer.codecs import RemainderCodec, clear_tie_bits, get_codec, nearest_codec
+from gds_optimizer.codecs.remainder import stored_moments
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import CorruptBucketError, IoError
 from gds_optimizer.footer import BucketRecord, describe_difference, host_footer
 from gds_optimizer.io import allocate_host_buffer
+from gds_optimizer.layout import Bucket
 from gds_optimizer.mapping import (
     Mapping,
     PlaneMapping,
@@ -32,6 +34,7 @@ from gds_optimizer.mapping import (
     no_room_for_decoded,
     plane_bytes,
 )
+from gds_optimizer.plan import tie_plane
 from gds_optimizer.store import free_bytes
 from gds_optimizer.written_out import read_back, write_out
 
@@ -104,6 +107,7 @@ class MappedState:
         """Put the decoded values of a bucket's encoded planes into their files."""
         bucket, record = self.engine.layout.buckets[index], self.engine.records[index]
         path = self.engine.store.paths[index]
+        ties = tie_plane(bucket)
         part = None
         for number, plane in enumerate(bucket.planes):
             target = self._scratch.get((bucket.space, number))
@@ -117,11 +121,64 @@ class MappedState:
             for start in range(0, bucket.numel, _PART_NUMEL):
                 numel = min(_PART_NUMEL, bucket.numel - start)
                 values = part.view(codec.dtype)[:numel]
-                codec.decode_into(encoded, values, numel=bucket.numel, start=start)
+                if isinstance(codec, RemainderCodec):
+                    self._decode_main(index, codec, encoded, values, start)
+                else:
+                    codec.decode_into(encoded, values, numel=bucket.numel, start=start)
+                if number == ties:
+                    clear_tie_bits(values)
                 target.write(bucket.start + start, values)
             del encoded
         if part is not None:
             drop_pages(path)
+
+    def _decode_main(
+        self,
+        index: int,
+        codec: RemainderCodec,
+        encoded: torch.Tensor,
+        main: torch.Tensor,
+        start: int,
+    ) -> None:
+        bucket = self.engine.layout.buckets[index]
+        stored = self._stored_ties(bucket)
+        if stored is not None:
+            stored = stored[start : start + main.numel()]
+            if not self.engine.records[index].written[tie_plane(bucket) or 0]:
+                stored = torch.zeros_like(stored)
+        halves = torch.empty(main.numel(), dtype=torch.bfloat16)
+        self.engine.halves.gather(index, halves, start)
+        codec.decode_main(
+            encoded, main, model=halves, exp_avg_sq=stored, numel=bucket.numel, start=start
+        )
+
+    def _stored_ties(self, bucket: Bucket, *, writable: bool = False) -> torch.Tensor | None:
+        """The moments in a bucket's file whose signs are tie bits of its mains, mapped."""
+        number = tie_plane(bucket)
+        if number is None:
+            return None
+        plane = bucket.planes[number]
+        encoded = plane_bytes(self.engine.store.paths[bucket.index], plane, writable=writable)
+        return stored_moments(encoded, plane.codec, bucket.numel)
+
+    def _encode_main(self, index: int, codec: RemainderCodec) -> dict[int, int]:
+        """Put the mains of a bucket into its file, as remainders; all other planes are there.
+
+        Returns:
+            Checksums of the planes that this has changed, by number.
+        """
+        bucket, path = self.engine.layout.buckets[index], self.engine.store.paths[index]
+        encoded = plane_bytes(path, bucket.planes[0], writable=True)
+        main = self._planes[bucket.space, 0].tensor(bucket.start, bucket.numel)
+        ties = self._stored_ties(bucket, writable=True)
+        codec.encode_main(main, encoded, exp_avg_sq=ties)
+        encoded[codec.encoded_bytes(bucket.numel) :].zero_()
+        self.engine.halves.keep(index, main)
+        sums = {0: int(checksum(encoded))}
+        number = tie_plane(bucket)
+        if number is not None:
+            sums[number] = int(checksum(plane_bytes(path, bucket.planes[number])))
+        return sums
 
     def _encode_plane(self, index: int, number: int) -> int:
         """Put what was written into a bucket's decoded values into its file; its checksum."""
@@ -209,12 +266,18 @@ class MappedState:
     def _commit_bucket(self, index: int) -> None:
         engine = self.engine
         bucket, path = engine.layout.buckets[index], engine.store.paths[index]
-        checksums = [
-            self._encode_plane(index, number)
-            if (bucket.space, number) in self._scratch
-            else self._plane_checksum(index, number)
-            for number in range(len(bucket.planes))
-        ]
+        codec = get_codec(bucket.planes[0].codec)
+        sums: dict[int, int] = {}
+        for number in range(len(bucket.planes)):
+            if number == 0 and isinstance(codec, RemainderCodec):
+                continue
+            if (bucket.space, number) in self._scratch:
+                sums[number] = self._encode_plane(index, number)
+            else:
+                sums[number] = self._plane_checksum(index, number)
+        if isinstance(codec, RemainderCodec):
+            sums |= self._encode_main(index, codec)
+        checksums = [sums[number] for number in range(len(bucket.planes))]
         record = BucketRecord(engine.steps, [True] * len(bucket.planes))
         footer = host_footer(bucket, engine.layout.layout_id, record, checksums)
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -270,7 +333,7 @@ def reserve_scratch(engine: Engine) -> Scratch:
         )
         for space in layout.spaces
         for number, codec in enumerate(get_codec(plane.codec) for plane in space.planes)
-        if space.numel and not codec.is_view
+        if space.numel and (not codec.is_view or number == tie_plane(space))
     }
     needed_bytes = sum(numel * dtype.itemsize for numel, dtype in wanted.values())
     room_bytes = free_bytes(*directories)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from gds_optimizer.codecs import get_codec
+from gds_optimizer.codecs.remainder import SIGNLESS_CODECS, TIE_PLANE, RemainderCodec
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import EvictedTensor
 from gds_optimizer.layout import (
@@ -17,6 +19,7 @@ from gds_optimizer.layout import (
     Layout,
     PlaneSpec,
     Shard,
+    Space,
     SpaceSpec,
     bucket_numel_for,
     plan_layout,
@@ -99,6 +102,44 @@ def moment_codec(plane: PlaneSpec, moment_dtype: str, moment_rounding: str, kind
     return name + ("-sr" if moment_rounding == "stochastic" else "")
 
 
+def main_codec(binding: Binding, planes: Sequence[PlaneSpec], main: str) -> str:
+    """Name of the codec that stores a shard's main plane.
+
+    Args:
+        binding: keeps its main.
+        planes: of its state, with the codecs that they are stored by.
+        main: "auto", "fp32" or "remainder", see `StreamConfig`.
+
+    Raises:
+        UnsupportedError: remainders are asked for, and the model does not hold the other halves.
+    """
+    if main == "fp32":
+        return "fp32"
+    if binding.model is None or binding.model.dtype != torch.bfloat16:
+        if main == "auto":
+            return "fp32"
+        held = "no parameter" if binding.model is None else f"a {binding.model.dtype} parameter"
+        raise UnsupportedError(
+            f"main is 'remainder', but the model has {held} of {binding.name}: only of a bf16 one "
+            "does the main lack no more than 16 bits: use 'auto' or 'fp32'"
+        )
+    if any(plane.name == TIE_PLANE and plane.codec in SIGNLESS_CODECS for plane in planes):
+        return "main:remainder16"
+    return "main:remainder16-bitmap"
+
+
+def keeps_remainder(bucket: Bucket) -> bool:
+    """Whether the mains of a bucket are stored as what their model parameters lack."""
+    return isinstance(get_codec(bucket.planes[0].codec), RemainderCodec)
+
+
+def tie_plane(of: Bucket | Space) -> int | None:
+    """Number of the plane whose signs are tie bits of the mains; None without one."""
+    if of.planes[0].codec != "main:remainder16":
+        return None
+    return [plane.name for plane in of.planes].index(TIE_PLANE)
+
+
 def _encoded(
     schema: StateSchema, moment_dtype: str, moment_rounding: str, kind: str
 ) -> StateSchema:
@@ -117,6 +158,7 @@ def plan_engine(
     *,
     moment_dtype: str = "fp32",
     moment_rounding: str = "stochastic",
+    main: str = "fp32",
 ) -> EnginePlan:
     """Ask the optimizer what it keeps and lay it out.
 
@@ -124,18 +166,18 @@ def plan_engine(
         optimizer: its groups hold the bindings' mains.
         bindings: all shards.
         bucket_size_bytes: decoded bytes of a bucket.
-        moment_dtype, moment_rounding: how fp32 state planes are stored, see `StreamConfig`. Main
-            planes are always fp32.
+        moment_dtype, moment_rounding: how fp32 state planes are stored, see `StreamConfig`.
+        main: how main planes are stored, see `StreamConfig`.
 
     Raises:
         UnsupportedError: the optimizer cannot be streamed, or holds a parameter without binding,
-            or a state tensor that cannot be stored as asked.
+            or a state tensor or main that cannot be stored as asked.
         ConfigError: the bucket size is too small.
     """
     group_of = {
-        id(main): index
+        id(param): index
         for index, group in enumerate(optimizer.param_groups)
-        for main in group["params"]
+        for param in group["params"]
     }
     known: dict[tuple[int, torch.dtype, torch.device], StateSchema] = {}
     schemas = []
@@ -154,7 +196,8 @@ def plan_engine(
     for index, (binding, schema) in enumerate(zip(bindings, schemas, strict=True)):
         planes = schema.planes
         if binding.keeps_main:
-            planes = (PlaneSpec(name=MAIN_PLANE), *planes)
+            codec = main_codec(binding, planes, main)
+            planes = (PlaneSpec(name=MAIN_PLANE, codec=codec), *planes)
         if planes:
             members.setdefault(planes, []).append(index)
     specs = [

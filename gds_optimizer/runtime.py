@@ -94,6 +94,7 @@ class Runtime:
                 config.bucket_size,
                 moment_dtype=config.moment_dtype,
                 moment_rounding=config.moment_rounding,
+                main=config.main,
             )
             for part in parts
         ]
@@ -178,6 +179,14 @@ class Runtime:
                 "stochastically" if config.moment_rounding == "stochastic" else "to nearest",
                 self.pool.scratch_bytes / 2**20,
                 self.pool.device,
+            )
+        halved = sum(len(engine.halves.buckets) for engine in self.engines)
+        if halved:
+            logger.info(
+                "rank %d: main parameters of %d buckets are kept as remainders of the model's "
+                "bf16 parameters: call reload_model_params() after changing those",
+                rank,
+                halved,
             )
         logger.info("rank %d: %s", rank, self.report.summary())
         for finding in self.report.findings:

@@ -57,9 +57,11 @@ def _small_engine(
     backend: IoBackend,
     rank: int,
 ) -> Iterator[Engine]:
-    plan = plan_engine(optimizer, [binding], _BUCKET_BYTES)
+    plan = plan_engine(optimizer, [binding], _BUCKET_BYTES, main=config.main)
     with contextlib.ExitStack() as undo:
-        pool = SlotPool(2, plan.layout.max_file_bytes, backend)
+        pool = SlotPool(
+            2, plan.layout.max_file_bytes, backend, scratch_bytes=plan.layout.max_scratch_bytes
+        )
         undo.callback(pool.close)
         store = Store(plan.layout, config.directories, f"rank{rank:05d}/self-check", backend)
         undo.callback(store.close)

@@ -158,7 +158,7 @@ class SlotPool:
                 self.slots.append(Slot(index, buffer))
             if self.scratch_bytes:
                 # No file is read into it or written from it, so nothing registers it.
-                self.scratch = self._allocate(self.scratch_bytes, "the decoded moments")
+                self.scratch = self._allocate(self.scratch_bytes, "the decoded values")
         except BaseException:
             self.suspend()
             raise

@@ -4,6 +4,7 @@
     <path>/rank00000/opt0/manifest.json
     <path>/rank00000/opt0/bucket00000.bin   links, on the same file system as the buckets
     <path>/rank00000/opt0/resident.bin      state that has no bucket file
+    <path>/rank00000/opt0/upper.bin         halves of mains that the model holds (`snapshot_upper`)
 
 A linked file is never written again: the bucket's next write goes to another file. Buckets on
 other file systems than `path` are linked in a directory beside them, which the manifest names.
@@ -31,6 +32,7 @@ from gds_optimizer.engine import Engine
 from gds_optimizer.errors import SnapshotError
 from gds_optimizer.footer import Footer, read_footer
 from gds_optimizer.jsonvalues import seal, seal_of, to_json
+from gds_optimizer.snapshot_upper import UPPER_NAME, write_upper
 from gds_optimizer.store import MANIFEST_NAME, NO_LINK_ERRORS, SNAPSHOT_NAME
 from gds_optimizer.written_out import write_out
 
@@ -147,8 +149,9 @@ def take_part(engine: Engine, path: Path, name: str, placement: Placement, ident
     """Link one engine's files into `path` and describe them; part of a snapshot.
 
     Waits for the last step's writes, and for nothing else that depends on the state's size, except
-    that buckets which live in memory are written to files, as many bytes as they have. From then
-    on the files are frozen; `Store.reserve_spares` should follow.
+    that buckets which live in memory are written to files, as many bytes as they have, and halves
+    of mains that the model holds, 2 bytes a parameter. From then on the files are frozen;
+    `Store.reserve_spares` should follow.
 
     Args:
         engine: what to take.
@@ -162,8 +165,9 @@ def take_part(engine: Engine, path: Path, name: str, placement: Placement, ident
 
     Raises:
         SnapshotError: something cannot be described.
+        ModelChangedError: the model holds some, and was changed without a reload.
         StepFailedError: the state is torn, is being loaded, or a write behind the last step failed.
-        NoSpaceError: there is no room for the files of buckets that live in memory.
+        NoSpaceError: there is no room for those halves or those buckets.
         OSError: the file system refused a link or a file.
         In each case nothing of the part is left and nothing is frozen.
     """
@@ -187,6 +191,7 @@ def take_part(engine: Engine, path: Path, name: str, placement: Placement, ident
         fresh = engine.store.link_all(linked.place)
         undo.callback(engine.store.unfreeze, fresh)
         resident = _write_resident(engine, partial / RESIDENT_NAME)
+        upper = write_upper(engine, partial / UPPER_NAME)
         manifest = seal(
             {
                 "format": FORMAT,
@@ -198,6 +203,7 @@ def take_part(engine: Engine, path: Path, name: str, placement: Placement, ident
                 "name": name,
                 **_describe(engine, linked.elsewhere),
                 "resident": resident,
+                "upper": upper,
             }
         )
         _sync_buckets(engine)

@@ -304,6 +304,16 @@ class SnapshotCopy:
         copied = Part(directory, manifest)
         for _ in copied.resident():
             pass
+        if part.manifest.get("upper"):
+            copy_file(
+                part.upper.path,
+                copied.upper.path,
+                bytes_per_s=self._bytes_per_s,
+                stop=self._stop,
+                progress=self._count,
+            )
+            for index in copied.upper:
+                copied.upper.checked(index)
         write_durably(directory / MANIFEST_NAME, seal(manifest))
 
     def _count(self, nbytes: int) -> None:

@@ -36,7 +36,7 @@ from gds_optimizer.snapshot import (
 
 _RANK = re.compile(r"rank\d{5,}(\.partial)?")
 _BUCKET = re.compile(r"bucket\d{5,}\.bin")
-_FILE = re.compile(r"(bucket\d{5,}\.bin|manifest\.json|resident\.bin)(\.partial)?")
+_FILE = re.compile(r"(bucket\d{5,}\.bin|manifest\.json|resident\.bin|upper\.bin)(\.partial)?")
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 _lock = threading.Lock()

@@ -27,6 +27,7 @@ from gds_optimizer.snapshot import (
     part_key,
 )
 from gds_optimizer.snapshot_files import matching
+from gds_optimizer.snapshot_upper import UpperFile, upper_bytes
 
 
 def _read_sealed(path: Path) -> tuple[dict[str, Any], str]:
@@ -86,8 +87,13 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bucket files."""
-        return self.layout.total_bytes
+        """Bytes of the bucket files, and of the halves of mains that they lack."""
+        return self.layout.total_bytes + upper_bytes(self.layout)
+
+    @cached_property
+    def upper(self) -> UpperFile:
+        """Halves of mains that are stored as remainders."""
+        return UpperFile(self.directory, self.manifest, self.layout)
 
     def resident(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
         """Entries of the state without bucket, and their values on the CPU, one at a time.
@@ -326,6 +332,7 @@ def verify(path: Path, progress: Progress | None = None) -> list[str]:
         checks += [
             partial(check_bucket, part, bucket.index, progress) for bucket in part.layout.buckets
         ]
+        checks += [partial(part.upper.checked, index, progress) for index in part.upper]
         for check in checks:
             try:
                 check()

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from gds_optimizer.codecs import get_codec
+from gds_optimizer.codecs import RemainderCodec, clear_tie_bits, get_codec
+from gds_optimizer.codecs.remainder import stored_moments
 from gds_optimizer.direct_file import read_exactly
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import SnapshotError
 from gds_optimizer.layout import Bucket, Plane, Space, align_up
 from gds_optimizer.mapped_state import MappedState, reserve_scratch
 from gds_optimizer.mapping import plane_bytes
-from gds_optimizer.plan import MAIN_PLANE
+from gds_optimizer.plan import MAIN_PLANE, tie_plane
 from gds_optimizer.snapshot import Placement
 from gds_optimizer.snapshot_match import (
     Scalars,
@@ -81,6 +82,8 @@ def other_layout(
             needed[cut.source.part.directory, bucket.index] = cut.source.part
     for (_, index), part in needed.items():
         check_bucket(part, index)
+        if index in part.upper:
+            part.upper.checked(index)
     scratch = reserve_scratch(engine)  # while what the engine holds is still there
 
     def take() -> None:
@@ -182,12 +185,16 @@ def _copy_elements(cut: _Cut, targets: dict[str, torch.Tensor]) -> None:
                     target.zero_()  # never written: what is in the file means nothing
                     continue
                 codec = get_codec(plane.codec)
-                if codec.is_view:
+                if isinstance(codec, RemainderCodec):
+                    _decode_main_into(target, part, bucket, codec, low)
+                elif codec.is_view:
                     offset = plane.offset + low * codec.dtype.itemsize
                     view = memoryview(target.view(torch.uint8).numpy().data)
                     read_exactly(path, file.fileno(), view, offset)
                 else:
                     _decode_into(target, path, plane, bucket.numel, low)
+                if number == tie_plane(bucket):
+                    clear_tie_bits(target)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         done += high - low
 
@@ -204,6 +211,31 @@ def _decode_into(target: torch.Tensor, path: Path, plane: Plane, numel: int, low
         values = torch.empty(last - first, dtype=codec.dtype)
         codec.decode_into(encoded, values, numel=numel, start=first)
         target[done : done + stop - start].copy_(values[start - first : stop - first])
+        done += stop - start
+
+
+def _decode_main_into(
+    target: torch.Tensor, part: Part, bucket: Bucket, codec: RemainderCodec, low: int
+) -> None:
+    """Mains of a bucket from `low` on that are stored as remainders, as many as the target has."""
+    path, numel, number = part.file(bucket.index), bucket.numel, tie_plane(bucket)
+    encoded, stored = plane_bytes(path, bucket.planes[0]), None
+    if number is not None:
+        plane = bucket.planes[number]
+        stored = stored_moments(plane_bytes(path, plane), plane.codec, numel)
+        if not part.record(bucket.index).written[number]:
+            stored = torch.zeros_like(stored)
+    done = 0
+    while done < target.numel():
+        start, stop = low + done, min(low + done + _PART_NUMEL, low + target.numel())
+        first = start // codec.range_numel * codec.range_numel
+        last = min(align_up(stop, codec.range_numel), numel)
+        main = torch.empty(last - first, dtype=codec.dtype)
+        halves = torch.empty(last - first, dtype=torch.bfloat16)
+        part.upper.read(bucket.index, first, halves)
+        ties = None if stored is None else stored[first:last]
+        codec.decode_main(encoded, main, model=halves, exp_avg_sq=ties, numel=numel, start=first)
+        target[done : done + stop - start].copy_(main[start - first : stop - first])
         done += stop - start
 
 

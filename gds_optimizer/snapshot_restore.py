@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gds_optimizer.direct_file import copy_file
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import (
@@ -96,7 +98,10 @@ def _same_layout(
     check_groups(engine, [part])
     for bucket in engine.layout.buckets:
         check_footer(part, bucket.index)
+    for index in part.upper:
+        part.upper.checked(index)
 
+    @torch.no_grad()
     def take() -> None:
         for bucket in engine.layout.buckets:
             if bucket.index in engine.store.in_memory:
@@ -108,6 +113,8 @@ def _same_layout(
         records = [part.record(bucket.index) for bucket in engine.layout.buckets]
         shards = {shard: saved_scalars(engine, part, shard) for shard in part.manifest["shards"]}
         engine.restore(part.manifest["step"], records, shards)
+        for index in part.upper:
+            engine.halves.give(index, part.upper.checked(index))
         for entry, values in part.resident():
             engine.set_resident(entry["shard"], entry["key"], values)
         take_groups(engine, part)

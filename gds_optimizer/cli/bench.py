@@ -53,6 +53,9 @@ def register(subparsers: SubParsers) -> None:
     parser.add_argument(
         "--host-budget", default="0", help="the same of host memory, or auto (default 0)"
     )
+    parser.add_argument(
+        "--main", default="fp32", help="or remainder, or auto: how main parameters are kept"
+    )
     parser.add_argument("--allow-tmpfs", action="store_true", help="accept a directory in memory")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -81,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         moment_rounding=arguments.moment_rounding,
         hbm_budget=arguments.hbm_budget,
         host_budget=arguments.host_budget,
+        main=arguments.main,
         allow_tmpfs=arguments.allow_tmpfs,
     )
     result = run_bench(

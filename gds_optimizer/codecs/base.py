@@ -27,6 +27,7 @@ class Codec(ABC):
         is_lossless: whether every bit of every value comes back.
         rounds_stochastically: whether `encode_from` makes use of its seed.
         range_numel: a part of a plane starts and ends at multiples of it, or at the plane's end.
+        workspace_itemsize: bytes an element of what decoding and encoding need beside the values.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Codec(ABC):
     is_lossless: bool = False
     rounds_stochastically: bool = False
     range_numel: int = 1
+    workspace_itemsize: int = 0
 
     @abstractmethod
     def encoded_bytes(self, numel: int) -> int:

@@ -48,6 +48,9 @@ from gds_optimizer.codecs.half import nearest_upper_half
 from gds_optimizer.errors import UnsupportedError
 
 TIE = 0x8000
+TIE_PLANE = "exp_avg_sq"
+SIGNLESS_CODECS = frozenset({"fp32", "bf16", "fp32:bf16", "fp32:bf16-sr"})
+"""Codecs that store `TIE_PLANE` as floats, whose signs are free for tie bits."""
 _LOW_HALF = 0xFFFF
 
 
@@ -62,6 +65,7 @@ class RemainderCodec(Codec):
 
     dtype = torch.float32
     is_lossless = True
+    workspace_itemsize = 2  # the parameters, gathered
 
     def __init__(self, *, bitmap: bool = False) -> None:
         self.name = "main:remainder16-bitmap" if bitmap else "main:remainder16"
@@ -284,6 +288,18 @@ def set_signs(integers: torch.Tensor, signs: torch.Tensor) -> None:
     """Make `signs` (bool) the sign bits of int16 or int32 patterns, in place."""
     limits = torch.iinfo(integers.dtype)
     integers.bitwise_and_(limits.max).bitwise_or_(signs.to(integers.dtype).mul_(limits.min))
+
+
+def stored_moments(encoded: torch.Tensor, codec: str, numel: int) -> torch.Tensor:
+    """The floats whose signs are tie bits: a view, fp32 or bf16.
+
+    Args:
+        encoded: the encoded plane, 1-D uint8.
+        codec: its name, one of `SIGNLESS_CODECS`.
+        numel: elements.
+    """
+    dtype = torch.float32 if codec == "fp32" else torch.bfloat16
+    return encoded[: numel * dtype.itemsize].view(dtype)
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ class Streaming:
     io: str = "auto"
     hbm_budget: int = 0
     host_budget: int = 0
+    main: str = "fp32"
     attach: bool = False
     """Build the optimizer resident and attach to it, instead of building it streamed."""
     states_at: tuple[int, ...] = (-1,)
@@ -52,6 +53,7 @@ class Comparison:
     split_shards: int = 0
     homes: set[str] = field(default_factory=set)
     """Where buckets live: "device", "host", "nvme"."""
+    main_codecs: set[str] = field(default_factory=set)
     leftovers: list[str] = field(default_factory=list)
 
 
@@ -94,6 +96,7 @@ def train_streamed(
         io=streaming.io,
         hbm_budget=streaming.hbm_budget,
         host_budget=streaming.host_budget,
+        main=streaming.main,
     )
     kept: list[Any] = []
 
@@ -107,6 +110,12 @@ def train_streamed(
             layout = part.engine.layout
             comparison.homes |= _homes(part.engine)
             comparison.bucket_count += len(layout.buckets)
+            comparison.main_codecs |= {
+                plane.codec
+                for space in layout.spaces
+                for plane in space.planes
+                if plane.name == "main"
+            }
             pieces = [(b.space, p.shard) for b in layout.buckets for p in b.pieces]
             comparison.split_shards += sum(pieces.count(piece) > 1 for piece in set(pieces))
 

@@ -1,11 +1,13 @@
 """Streamed and resident training give the same bits: losses, parameters, mains, moments, counters.
 
 Every case trains twice in the same processes, resident and streamed, for 20 steps, in buckets so
-small that every parameter larger than a bucket is split.
+small that every parameter larger than a bucket is split. All of it is done with main parameters
+stored in fp32 and as remainders; most of the latter is for --slow.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,24 +104,67 @@ TWO_RANKS: dict[str, tuple[TinyGptConfig, Streaming]] = {
     "pp_tied": (gpt(pipeline_parallel=2, tied_embeddings=True), DEFAULT),
 }
 CASES = [(1, name) for name in ONE_RANK] + [(2, name) for name in TWO_RANKS]
+# With mains as remainders: these always.
+REMAINDERS = {
+    (1, "basic"),
+    (1, "fused_step_convention"),
+    (1, "tied"),
+    (1, "mixed_dtype_moe"),
+    (1, "bf16_gradients_fused"),
+    (1, "fp16_skip"),
+    (1, "loss_scale_skip_fused"),
+    (1, "frozen"),
+    (1, "lazy_bf16_gradients_moe"),
+    (1, "attached"),
+    (2, "dp_overlap_mixed_dtype_moe"),
+    (2, "dp_frozen"),
+    (2, "dp_mixed_homes"),
+    (2, "tp_bf16_gradients"),
+    (2, "ep_fused_overlap"),
+    (2, "pp_tied"),
+}
+FP32, REMAINDER, REMAINDER_REST = "fp32", "remainder", "remainder_rest"
+
+
+def runs(group: str) -> list[Any]:
+    """Parameters of tests: (number of ranks, name, group), whose cases run together."""
+    chosen = {
+        FP32: CASES,
+        REMAINDER: [case for case in CASES if case in REMAINDERS],
+        REMAINDER_REST: [case for case in CASES if case not in REMAINDERS],
+    }[group]
+    marks = [pytest.mark.slow] if group == REMAINDER_REST else []
+    suffix = "" if group == FP32 else "-remainder"
+    return [
+        pytest.param((size, name, group), id=f"{size}-{name}{suffix}", marks=marks)
+        for size, name in chosen
+    ]
+
+
+ALL = runs(FP32) + runs(REMAINDER) + runs(REMAINDER_REST)
 
 
 class Comparisons:
-    """Comparisons by (world size, name); all cases of a world size run in the same processes."""
+    """Comparisons by (world size, name, group); those of a size and group share processes."""
 
     def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
         self._tmp_path_factory = tmp_path_factory
-        self._ranks: dict[int, list[dict[str, Comparison]]] = {}
+        self._ranks: dict[tuple[int, str], list[dict[str, Comparison]]] = {}
 
-    def __getitem__(self, case: tuple[int, str]) -> list[Comparison]:
-        world_size, name = case
-        if world_size not in self._ranks:
+    def __getitem__(self, case: tuple[int, str, str]) -> list[Comparison]:
+        world_size, name, group = case
+        if (world_size, group) not in self._ranks:
             directory = str(self._tmp_path_factory.mktemp(f"state{world_size}"))
-            cases = {1: ONE_RANK, 2: TWO_RANKS}[world_size]
-            self._ranks[world_size] = run_ranks(
+            main = "fp32" if group == FP32 else "auto"
+            cases = {
+                other: (config, replace(streaming, main=main))
+                for other, (config, streaming) in {1: ONE_RANK, 2: TWO_RANKS}[world_size].items()
+                if (world_size, other, group) in {param.values[0] for param in runs(group)}
+            }
+            self._ranks[world_size, group] = run_ranks(
                 world_size, compare_all, cases, directory, timeout_s=600
             )
-        return [rank[name] for rank in self._ranks[world_size]]
+        return [rank[name] for rank in self._ranks[world_size, group]]
 
 
 @pytest.fixture(scope="module")
@@ -127,33 +172,46 @@ def comparisons(tmp_path_factory: pytest.TempPathFactory) -> Comparisons:
     return Comparisons(tmp_path_factory)
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{size}-{name}" for size, name in CASES])
+@pytest.mark.parametrize("case", ALL)
 def test_streamed_equals_resident(comparisons, case):
     for comparison in comparisons[case]:
         assert not comparison.error, comparison.error
 
 
+@pytest.mark.parametrize("case", runs(REMAINDER))
+def test_mains_of_bf16_parameters_are_remainders(comparisons, case):
+    has_bf16 = case[1] != "fp16_skip"
+    for comparison in comparisons[case]:
+        assert not comparison.error, comparison.error
+        assert ("main:remainder16" in comparison.main_codecs) == has_bf16
+        assert ("fp32" in comparison.main_codecs) != has_bf16
+
+
 def test_parameters_are_split(comparisons):
     """The small buckets do what they are for."""
-    for comparison in comparisons[1, "basic"]:
+    for comparison in comparisons[1, "basic", FP32]:
         assert comparison.bucket_count > 20
         assert comparison.split_shards > 8
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "homes" in case[1]], ids=str)
+@pytest.mark.parametrize("case", [case for case in runs(FP32) if "homes" in case.values[0][1]])
 def test_buckets_live_everywhere(comparisons, case):
     for comparison in comparisons[case]:
         assert comparison.homes == {"device", "host", "nvme"}
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{size}-{name}" for size, name in CASES])
+@pytest.mark.parametrize("case", ALL)
 def test_closing_leaves_nothing_on_disk(comparisons, case):
     assert [comparison.leftovers for comparison in comparisons[case]] == [[]] * case[0]
 
 
 @pytest.mark.parametrize(
     ("case", "skipped"),
-    [((1, "fp16_skip"), SKIPPED), ((2, "dp_fp16_skip"), SKIPPED), ((1, "skip_the_first"), 0)],
+    [
+        ((1, "fp16_skip", FP32), SKIPPED),
+        ((2, "dp_fp16_skip", FP32), SKIPPED),
+        ((1, "skip_the_first", FP32), 0),
+    ],
     ids=["one", "two", "first"],
 )
 def test_the_skipped_step_was_skipped(comparisons, case, skipped):

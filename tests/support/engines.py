@@ -231,7 +231,7 @@ def round_moments(engine: Engine, resident: ResidentOptimizer, stepped: Containe
         members = engine.plan.shard_bindings[bucket.space]
         for number, plane in enumerate(bucket.planes):
             codec = get_codec(plane.codec)
-            if codec.is_view:
+            if codec.is_lossless:
                 continue
             whole = torch.zeros(bucket.numel)
             pieces = []

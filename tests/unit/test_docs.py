@@ -333,7 +333,7 @@ def test_every_flag_has_its_paragraph():
 
 
 def test_what_flags_accept(tmp_path):
-    fields_with_choices = ("io", "init", "self_check", "moment_dtype", "moment_rounding")
+    fields_with_choices = ("io", "init", "self_check", "moment_dtype", "moment_rounding", "main")
     choices = {name: f"{name.upper()}_CHOICES" for name in fields_with_choices}
     for _, field, _, accepts in table(CONFIGURATION, "flag"):
         name = "".join(code_of(field))
@@ -553,20 +553,27 @@ def test_encoded_planes(reader):
 
 def test_precision():
     rows = table(section(PRECISION, "Bytes"), f"`{MOMENT_DTYPE}`")
-    assert [code_of(row[0])[0] for row in rows] == list(config_module.MOMENT_DTYPE_CHOICES)
+    assert [tuple(code_of(row[0]) + code_of(row[1])) for row in rows] == [
+        (kind, main)
+        for main in ("fp32", "remainder")
+        for kind in config_module.MOMENT_DTYPE_CHOICES
+    ]
+    binding = plan.Binding("s", torch.empty(0), torch.empty(0, dtype=torch.bfloat16))
     for row in rows:
-        (kind,) = code_of(row[0])
+        (kind,), (main,) = code_of(row[0]), code_of(row[1])
         moments = [
             PlaneSpec(name=name, codec=plan.moment_codec(PlaneSpec(name=name), kind, "nearest", ""))
             for name in ("exp_avg", "exp_avg_sq")
         ]
+        codec = plan.main_codec(binding, moments, main)
         space = SpaceSpec(
-            planes=(PlaneSpec(name="main"), *moments), shards=(Shard(name="s", numel=2**24),)
+            planes=(PlaneSpec(name="main", codec=codec), *moments),
+            shards=(Shard(name="s", numel=2**24),),
         )
         size = fields_by_name(StreamConfig)["bucket_size"]
         (bucket,) = plan_layout([space], bucket_numel=bucket_numel_for(size, [space])).buckets
         nbytes = bucket.footer_offset
-        assert row[1:] == [
+        assert row[2:] == [
             f"{nbytes / 2**24:.3g}",
             f"{100 * nbytes / (12 * 2**24):.0f} %",
             f"{fields_by_name(StreamConfig)['slots']} × {nbytes / 2**20:g} MiB",
