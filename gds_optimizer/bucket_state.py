@@ -24,6 +24,7 @@ from gds_optimizer.layout import (
     align_up,
     shard_alignment,
 )
+from gds_optimizer.model_copy import ModelCopies
 from gds_optimizer.pipeline import Ranges
 from gds_optimizer.plan import MAIN_PLANE, BoundPiece, EnginePlan, bind_pieces
 from gds_optimizer.slots import Slot, SlotPool
@@ -55,6 +56,7 @@ class BucketState:
         buckets = self.layout.buckets
         self.records = [BucketRecord(0, [False] * len(bucket.planes)) for bucket in buckets]
         self.pieces: list[list[BoundPiece]] = [bind_pieces(plan, bucket) for bucket in buckets]
+        self._model_copies = ModelCopies(plan, self.pieces)
         self.main_from_model = [False] * len(buckets)
         self.model_is_behind: set[int] = set()
 
@@ -216,16 +218,10 @@ class BucketState:
 
     def fill_main_from_model(self, index: int, main: torch.Tensor) -> None:
         main.zero_()
-        for piece in self.pieces[index]:
-            model = self.plan.bindings[piece.binding].model
-            if model is not None:
-                main[piece.bucket_slice].copy_(model[piece.shard_slice])
+        self._model_copies.from_model(index, main)
 
     def copy_main_to_model(self, index: int, main: torch.Tensor) -> None:
-        for piece in self.pieces[index]:
-            model = self.plan.bindings[piece.binding].model
-            if model is not None:
-                model[piece.shard_slice].copy_(main[piece.bucket_slice])
+        self._model_copies.to_model(index, main)
 
     # ------------------------------------------------------------------ footers
 

@@ -9,6 +9,7 @@ import torch
 from gds_optimizer.bucket_state import BucketState
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.footer import BucketRecord
+from gds_optimizer.merging import Gradients, Merger
 from gds_optimizer.pipeline import Ranges
 from gds_optimizer.plan import MAIN_PLANE
 from gds_optimizer.scalars import Scalars
@@ -24,6 +25,7 @@ class StepPass:
         scalars: the optimizer's counters; updated by `finish`.
         stepper: runs the optimizer's arithmetic.
         pool: the slots, for their compute stream.
+        merger: says which pieces are stepped as one.
         step: number that this step gets, from 1.
         rounding_step: number that the seeds of stochastic rounding are made of.
 
@@ -40,6 +42,7 @@ class StepPass:
         scalars: Scalars,
         stepper: Stepper,
         pool: SlotPool,
+        merger: Merger,
         step: int,
         *,
         rounding_step: int,
@@ -49,6 +52,7 @@ class StepPass:
         self.scalars = scalars
         self.stepper = stepper
         self.pool = pool
+        self.merger = merger
         self.step = step
         self.rounding_step = rounding_step
         self._groups = {
@@ -61,11 +65,9 @@ class StepPass:
         if unknown:
             raise late_parameters(len(unknown))
         scalars.check_planes_streamed()
-        self._grads: dict[int, torch.Tensor] = {
-            index: grad
-            for index, binding in enumerate(bindings)
-            if id(binding.main) in self._groups and (grad := binding.main.grad) is not None
-        }
+        self._gradients = Gradients(self.plan, self._groups)
+        self._grads = self._gradients.held
+        self._classes = scalars.classes() if merger.is_allowed else None
         self.active = [
             index
             for index, pieces in enumerate(buckets.pieces)
@@ -82,25 +84,32 @@ class StepPass:
             check()  # nothing to overlap with: refuse bad bytes before anything is computed
         planes = buckets.current_planes(index, slot)
 
-        active = [piece for piece in buckets.pieces[index] if piece.binding in self._grads]
+        active = self.merger.runs(index, self._gradients, self._classes)
         steps = []
-        for piece in active:
-            binding = self.plan.bindings[piece.binding]
-            main = planes[MAIN_PLANE] if binding.keeps_main else binding.main.detach()
-            where = piece.bucket_slice if binding.keeps_main else piece.shard_slice
-            piece.tensor.data = main[where]
-            piece.tensor.grad = self._grads[piece.binding][piece.shard_slice]
-            state = self.scalars.state_for(piece, planes)
-            steps.append((self._groups[id(binding.main)], piece.tensor, state))
+        for run in active.runs:
+            first = run.pieces[0]
+            binding = self.plan.bindings[first.binding]
+            if binding.keeps_main:
+                run.tensor.data = planes[MAIN_PLANE][run.bucket_slice]
+            else:
+                run.tensor.data = binding.main.detach()[first.shard_slice]
+            run.tensor.grad = self._gradients.of(run)
+            state = self.scalars.state_for(first.binding, run.bucket_slice, planes)
+            steps.append((self._groups[id(binding.main)], run.tensor, state))
         results = self.stepper.run(steps) if steps else []
-        for piece, state in zip(active, results, strict=True):
-            piece.tensor.grad = None
-            kept = self.scalars.take_state(piece, state, planes)
+        for run, state in zip(active.runs, results, strict=True):
+            run.tensor.grad = None
+            first = run.pieces[0]
+            kept = self.scalars.take_state(first.binding, run.bucket_slice, state, planes)
             if state:
-                self._new_scalars.setdefault(piece.binding, kept)
+                for piece in run.pieces:
+                    self._new_scalars.setdefault(piece.binding, kept)
+        if active.gaps is not None:
+            for values in planes.values():
+                values.index_fill_(0, active.gaps, 0)
         if MAIN_PLANE in planes:
             buckets.copy_main_to_model(index, planes[MAIN_PLANE])
-        buckets.encode(index, slot, planes, active, step=self.rounding_step)
+        buckets.encode(index, slot, planes, active.pieces, step=self.rounding_step)
 
         written = BucketRecord(self.step, [True] * len(bucket.planes))
         buckets.seal(index, slot, written)

@@ -34,6 +34,7 @@ ORDER = (
     ("stepper",),
     ("schema",),
     ("plan",),
+    ("merging", "model_copy"),
     ("bucket_state", "scalars"),
     ("step_pass",),
     ("engine",),
