@@ -2,9 +2,11 @@
 
 An elementwise optimizer gives an element the same bits in whatever tensor it lies, so neighbours in
 a bucket whose gradients are neighbours too (views of one gradient buffer, say) become one *run*:
-one tensor, one gradient, one state. A step of 20,000 small shards then costs what one of a few
-large shards does. Everything that could make a difference is compared in every step, and what
-differs is stepped apart: group, per-parameter scalars, the kind of gradient.
+one tensor, one gradient, one state. Small neighbours whose gradients lie elsewhere do too: theirs
+are first put together in a temporary tensor, no larger than a bucket's. A step of 20,000 small
+shards then costs what one of a few large shards does. Everything that could make a difference is
+compared in every step, and what differs is stepped apart: group, per-parameter scalars, the kind of
+gradient.
 
 Between two shards lie up to an alignment's worth of elements that belong to nobody. A run covers
 them; whatever the gradient holds there stays there, since arithmetic is elementwise, and the step
@@ -31,6 +33,14 @@ MERGED_MARK = "steps_merged_pieces_alike"
 """A class of its own, not its subclasses, says with this attribute that the same holds for it."""
 
 
+GATHERED_NUMEL = 2**16
+"""Elements; gradients of larger pieces are not copied, since launching a kernel costs less."""
+
+
+MAX_GAP_NUMEL = 1024
+"""Elements; more than shards of any layout are apart."""
+
+
 class LazyGradient(Protocol):
     """A gradient that is kept in another form and converted when it is used."""
 
@@ -49,11 +59,13 @@ class Run:
         pieces: in element order, at least one.
         bucket_slice: from the first piece's first element to the last one's last, gaps included.
         tensor: what the optimizer steps; the first piece's own.
+        is_gathered: whether its gradients must be put together first.
     """
 
     pieces: list[BoundPiece]
     bucket_slice: slice
     tensor: torch.Tensor
+    is_gathered: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +167,7 @@ class Gradients:
         first = run.pieces[0]
         source = self._sources[first.binding]
         end = source.storage_offset() + first.shard_slice.start + _numel(run.bucket_slice)
-        return end * source.element_size() <= source.untyped_storage().nbytes()
+        return bool(end * source.element_size() <= source.untyped_storage().nbytes())
 
     def of(self, run: Run) -> torch.Tensor:
         """The gradient of a run, 1-D, of its length."""
@@ -168,11 +180,31 @@ class Gradients:
                 return grad
             return grad[where]
         source = self._sources[first.binding]
+        if run.is_gathered:
+            return self._gathered(run)
         start = source.storage_offset() + first.shard_slice.start
         whole = source.as_strided((_numel(run.bucket_slice),), (1,), start)
         if source is grad:
             return whole
         return cast(LazyGradient, grad).convert(whole)
+
+    def _gathered(self, run: Run) -> torch.Tensor:
+        """Copies of the gradients of a run, zero between them."""
+        parts: list[torch.Tensor] = []
+        first = self._sources[run.pieces[0].binding]
+        zeros: torch.Tensor | None = None
+        position = run.bucket_slice.start
+        for piece in run.pieces:
+            gap = piece.bucket_slice.start - position
+            if gap:
+                if zeros is None:
+                    zeros = first.new_zeros(MAX_GAP_NUMEL)
+                parts.append(zeros[:gap])
+            source, where = self._sources[piece.binding], piece.shard_slice
+            is_whole = where.start == 0 and where.stop == source.numel()
+            parts.append(source if is_whole else source[where])
+            position = piece.bucket_slice.stop
+        return torch.cat(parts)
 
 
 def _numel(part: slice) -> int:
@@ -213,6 +245,7 @@ class Merger:
         group = gradients.group[binding]
         active = np.array([b in gradients.held for b in binding.tolist()], dtype=bool)
         joined = np.zeros(len(binding), dtype=bool)
+        apart = np.zeros(len(binding), dtype=bool)
         if scalar_classes is not None and self.is_allowed:
             itemsize = gradients.itemsize[binding]
             address = gradients.address[binding]
@@ -220,10 +253,13 @@ class Merger:
             scalars, kind = scalar_classes[binding], gradients.kind[binding]
             gap = start[1:] - stop[:-1]
             most = self._gaps_allowed(index, group)
+            is_plain_and_small = (kind == 0) & (stop - start <= GATHERED_NUMEL)
+            # The next one's gradient is not where it would have to be.
+            apart[:-1] = where[1:] - where[:-1] != (start[1:] - start[:-1]) * itemsize[:-1]
             joined[:-1] = (
                 (address[1:] >= 0)
                 & (address[:-1] >= 0)
-                & (where[1:] - where[:-1] == (start[1:] - start[:-1]) * itemsize[:-1])
+                & (~apart[:-1] | (is_plain_and_small[1:] & is_plain_and_small[:-1]))
                 & (itemsize[1:] == itemsize[:-1])
                 & (kind[1:] == kind[:-1])
                 & (group[1:] == group[:-1])
@@ -231,11 +267,13 @@ class Merger:
                 & (gap >= 0)
                 & (gap < most[:-1])
             )
-        made = self._cached(index, active, joined)
-        if all(len(run.pieces) == 1 or gradients.reach(run) for run in made.runs):
-            return made
-        # Next to each other in memory, but not one piece of memory.
-        return self._cached(index, active, np.zeros_like(joined))
+        made = self._cached(index, active, joined, apart)
+        for run in made.runs:
+            if len(run.pieces) > 1 and not run.is_gathered and not gradients.reach(run):
+                # Next to each other in memory, but not one piece of memory.
+                nothing = np.zeros_like(joined)
+                return self._cached(index, active, nothing, nothing)
+        return made
 
     def _gaps_allowed(
         self, index: int, group: np.ndarray[Any, np.dtype[np.int64]]
@@ -250,7 +288,7 @@ class Merger:
         groups = self.plan.optimizer.param_groups
         on_cpu = self.plan.bindings[self.pieces[index][0].binding].main.device.type == "cpu"
         most = np.array([1 if on_cpu and g.get("fused") else alignment for g in groups] or [1])
-        return most[group]
+        return np.asarray(most[group])
 
     def _table(self, index: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         table = self._tables.get(index)
@@ -267,11 +305,12 @@ class Merger:
         index: int,
         active: np.ndarray[Any, np.dtype[np.bool_]],
         joined: np.ndarray[Any, np.dtype[np.bool_]],
+        apart: np.ndarray[Any, np.dtype[np.bool_]],
     ) -> BucketRuns:
-        key = active.tobytes() + joined.tobytes()
+        key = active.tobytes() + joined.tobytes() + (joined & apart).tobytes()
         known = self._known.get(index)
         if known is None or known[0] != key:
-            known = self._known[index] = (key, self._make(index, active, joined))
+            known = self._known[index] = (key, self._make(index, active, joined, apart))
         return known[1]
 
     def _make(
@@ -279,23 +318,27 @@ class Merger:
         index: int,
         active: np.ndarray[Any, np.dtype[np.bool_]],
         joined: np.ndarray[Any, np.dtype[np.bool_]],
+        apart: np.ndarray[Any, np.dtype[np.bool_]],
     ) -> BucketRuns:
         runs: list[list[BoundPiece]] = []
+        gathered: list[bool] = []
         gaps: list[np.ndarray[Any, np.dtype[np.int64]]] = []
         previous: BoundPiece | None = None
-        is_joined = False
-        for piece, is_active, joins in zip(
-            self.pieces[index], active.tolist(), joined.tolist(), strict=True
+        is_joined = is_apart = False
+        for piece, is_active, joins, next_is_apart in zip(
+            self.pieces[index], active.tolist(), joined.tolist(), apart.tolist(), strict=True
         ):
             if is_active:
                 if is_joined and previous is not None:
                     runs[-1].append(piece)
+                    gathered[-1] |= is_apart
                     between = (previous.bucket_slice.stop, piece.bucket_slice.start)
                     if between[0] < between[1]:
                         gaps.append(np.arange(*between, dtype=np.int64))
                 else:
                     runs.append([piece])
-            previous, is_joined = piece, joins
+                    gathered.append(False)
+            previous, is_joined, is_apart = piece, joins, next_is_apart
         device = self.pieces[index][0].tensor.device
         return BucketRuns(
             [
@@ -303,8 +346,9 @@ class Merger:
                     members,
                     slice(members[0].bucket_slice.start, members[-1].bucket_slice.stop),
                     members[0].tensor,
+                    is_gathered,
                 )
-                for members in runs
+                for members, is_gathered in zip(runs, gathered, strict=True)
             ],
             [piece for members in runs for piece in members],
             torch.from_numpy(np.concatenate(gaps)).to(device) if gaps else None,
