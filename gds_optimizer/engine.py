@@ -68,7 +68,7 @@ class Engine:
         self.layout = plan.layout
         self.pool = pool
         self.store = store
-        self.pipeline = Pipeline(pool, store, timeout_s=timeout_s)
+        self.pipeline = Pipeline(pool, store, timeout_s=timeout_s, order=store.drive_order)
         self.steps = 0
         self.last_stats = PassStats(str(pool.backend.io_path))
         self._stepper = Stepper(plan.optimizer)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from gds_optimizer.errors import GdsOptimizerError, IoTimeoutError, StepFailedError
 from gds_optimizer.slots import Slot, SlotPool, SlotState
+from gds_optimizer.spread import DriveOrder
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock
 
@@ -23,6 +24,8 @@ Ranges = Sequence[tuple[int, int]]
 """Byte ranges of a bucket file as (offset, length), page multiples; the slot has the same ones."""
 
 _HOLDING = (SlotState.CACHED, SlotState.WRITING)
+_POLL_S = 0.0002
+"""Seconds between two looks at several reads, of which the first to end is wanted."""
 _STUCK_WAIT_S = 5.0
 """How long the rest is waited for, in all, once a transfer has not ended in time."""
 
@@ -34,13 +37,18 @@ class Pipeline:
         pool: the slots.
         store: the files.
         timeout_s: limit for a single transfer.
+        order: where buckets are on several drives, chooses which is read next; a bucket is then
+            visited as soon as it has been read, so that no drive waits for a slower one.
 
     Attributes:
         unfinished_writes: buckets whose last write is not known to have ended well.
     """
 
-    def __init__(self, pool: SlotPool, store: Store, *, timeout_s: float) -> None:
+    def __init__(
+        self, pool: SlotPool, store: Store, *, timeout_s: float, order: DriveOrder | None = None
+    ) -> None:
         self.pool = pool
+        self.order = order
         self.store = store
         self.timeout_s = timeout_s
         self.unfinished_writes: set[int] = set()
@@ -76,10 +84,12 @@ class Pipeline:
             self._raise_tail_failure()
             while queue or reading:
                 self._read_ahead(queue, wanted, reading, reads, clock)
-                slot = reading.popleft()
-                from_disk = slot.state is SlotState.READING
                 with clock.phase("read_wait"):
+                    slot = self._next_read(reading, is_more=bool(queue))
+                    if slot is None:
+                        continue
                     self._finish(slot)
+                from_disk = slot.state is SlotState.READING
                 slot.state = SlotState.COMPUTING
                 with clock.phase("compute"):
                     ranges = visit(slot.bucket, slot, from_disk)
@@ -100,6 +110,7 @@ class Pipeline:
     ) -> None:
         """Start reads while slots are to be had; wait for a write only if nothing is being read."""
         while queue:
+            self._put_first(queue)
             bucket = queue[0]
             slot = self._take_slot(bucket, wanted, must=not reading, clock=clock)
             if slot is None:
@@ -119,6 +130,47 @@ class Pipeline:
                     self.store.files[bucket].read(slot.buffer[offset : offset + nbytes], offset)
                 )
                 clock.stats.read_bytes += nbytes
+
+    def _put_first(self, queue: deque[int]) -> None:
+        """Bring the bucket that is to be read next to the front of the queue."""
+        if self.order is None:
+            return
+        own = [slot for slot in self.pool.slots if slot.owner is self]
+        if any(slot.bucket == queue[0] and slot.state in _HOLDING for slot in own):
+            return  # it need not be read
+        moving = (SlotState.READING, SlotState.WRITING)
+        # A write that has ended occupies no drive, though nobody has waited for it yet.
+        busy = [slot.bucket for slot in own if slot.state in moving and not slot.is_idle]
+        position = self.order.pick(queue, busy)
+        if position:
+            bucket = queue[position]
+            del queue[position]
+            queue.appendleft(bucket)
+
+    def _next_read(self, reading: deque[Slot], *, is_more: bool) -> Slot | None:
+        """Take the slot to visit next: the first in order, or with several drives the first read.
+
+        Args:
+            reading: slots that are being read, at least one.
+            is_more: whether there is more to read as soon as a slot is free.
+
+        Returns:
+            None if a slot has become free, so that a drive may get work first. A slot whose read
+            has not ended once `timeout_s` is over: waiting for it tells.
+        """
+        if self.order is not None and (len(reading) > 1 or is_more):
+            deadline_s = time.monotonic() + self.timeout_s
+            while time.monotonic() < deadline_s:
+                for slot in reading:
+                    if slot.is_idle:
+                        reading.remove(slot)
+                        return slot
+                if is_more and any(
+                    slot.state is SlotState.WRITING and slot.is_idle for slot in self.pool.slots
+                ):
+                    return None
+                time.sleep(_POLL_S)
+        return reading.popleft()
 
     def _take_slot(
         self, bucket: int, wanted: set[int], *, must: bool, clock: PassClock

@@ -26,6 +26,7 @@ ORDER = (
     ("probing",),
     ("probe",),
     ("io",),
+    ("spread",),
     ("lock",),
     ("store",),
     ("slots",),
