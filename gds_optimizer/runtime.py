@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gds_optimizer.config import StreamConfig
+from gds_optimizer.drive_speeds import directory_speeds, several_drives
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import GdsOptimizerError
 from gds_optimizer.io import IoBackend, make_backend
@@ -101,10 +102,13 @@ class Runtime:
                 device=device,
                 threads=config.io_threads,
                 task_size_bytes=config.io_task_size,
+                queue_per_drive=several_drives(config.directories),
             )
             undo.callback(backend.close)
             for part in parts:
                 check_optimizer(part.optimizer, config, backend, rank, covered=part.covered)
+            state_bytes = sum(plan.layout.total_bytes for plan in plans)
+            speeds = directory_speeds(config, backend, state_bytes)
             pool = cls._make_pool(plans, config, backend)
             undo.callback(pool.close)
             runtime = cls(config, report, backend, pool)
@@ -112,7 +116,11 @@ class Runtime:
             weakref.finalize(runtime, _close_shared, pool, backend, os.getpid())
             for part, plan in zip(parts, plans, strict=True):
                 store = Store(
-                    plan.layout, config.directories, f"rank{rank:05d}/{part.name}", backend
+                    plan.layout,
+                    config.directories,
+                    f"rank{rank:05d}/{part.name}",
+                    backend,
+                    speeds=speeds,
                 )
                 undo.callback(store.close)
                 engine = Engine(plan, pool, store, timeout_s=config.io_timeout_s)

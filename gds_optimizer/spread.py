@@ -46,7 +46,7 @@ def spread(
         raise ValueError(f"speeds are {list(speeds)}, wanted numbers of more than 0")
     room = dict(room_bytes or {})
     given = [0] * len(speeds)
-    chosen = []
+    chosen: list[int] = []
     for size in sizes_bytes:
         fitting = [
             number

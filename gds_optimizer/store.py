@@ -13,7 +13,7 @@ import logging
 import os
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 
 from gds_optimizer.errors import (
@@ -133,7 +133,9 @@ class Store:
         # With one directory, and where all are full, the system's own answer says more.
         if len(devices) == 1:
             return [0] * len(sizes)
-        room = {d: free_bytes(p) for d, p in zip(devices, self.directories, strict=True)}
+        room: dict[Hashable, int] = {
+            d: free_bytes(p) for d, p in zip(devices, self.directories, strict=True)
+        }
         room |= dict.fromkeys(full, 0)
         return spread(sizes, self._speeds, devices=devices, room_bytes=room)
 

@@ -30,6 +30,7 @@ ORDER = (
     ("lock",),
     ("store",),
     ("slots",),
+    ("drive_speeds",),
     ("pipeline",),
     ("evicted",),
     ("stepper",),

@@ -12,11 +12,12 @@ import torch
 from gds_optimizer.engine import Engine
 from gds_optimizer.slots import Slot
 from gds_optimizer.store import Store
-from tests.support import engines
+from tests.support import engines, snapshots
 from tests.support.engines import adamw, grads_of, pair, streamed
 from tests.support.throttled import ThrottledBackend
 
 SIZES = (40_000, 3, 12_000)
+MORE = (*SIZES, 70, 9_000, 33, 1_000)
 
 
 @pytest.fixture
@@ -95,6 +96,29 @@ def test_a_slow_drive_is_not_waited_for_while_others_are_ready(roots, monkeypatc
         assert sum(on_slow) >= half - 1
         assert sum(on_slow[:half]) < half // 2
         assert all(on_slow[-half // 2 :])
+
+
+@pytest.mark.parametrize("bucket_size", [12 * 2**10, 12 * 2**12], ids=["same", "reshard"])
+@pytest.mark.parametrize("speeds", [(1.0, 5.0), (1.0,), (2.0, 1.0, 1.0)], ids=str)
+def test_a_snapshot_goes_into_another_placement(tmp_path, roots, monkeypatch, speeds, bucket_size):
+    """Fewer directories, more of them, or other shares, with the same buckets or other ones."""
+    weighted(monkeypatch, (5.0, 1.0))
+    snapshot = tmp_path / "snapshot"
+    with snapshots.built(roots[:2], sizes=MORE) as first:
+        snapshots.train(first, 0, 3)
+        snapshots.take(first, snapshot)
+        wanted = snapshots.everything(first)
+        snapshots.train(first, 3, 5)
+        later = snapshots.everything(first)
+    others = [tmp_path / f"other{number}" for number in range(len(speeds))]
+    for root in others:
+        root.mkdir()
+    weighted(monkeypatch, speeds)
+    with snapshots.built(others, sizes=MORE, bucket_size=bucket_size) as second:
+        assert snapshots.restore(second, snapshot) == 3
+        snapshots.compare(wanted, snapshots.everything(second))
+        snapshots.train(second, 3, 5)
+        snapshots.compare(later, snapshots.everything(second))
 
 
 def test_a_full_directory_takes_what_fits(tmp_path, roots):
