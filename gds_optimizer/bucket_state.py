@@ -32,6 +32,7 @@ from gds_optimizer.layout import (
     align_up,
     shard_alignment,
 )
+from gds_optimizer.model_copy import ModelCopies
 from gds_optimizer.pipeline import Ranges
 from gds_optimizer.plan import MAIN_PLANE, BoundPiece, EnginePlan, bind_pieces, tie_plane
 from gds_optimizer.slots import Slot, SlotPool
@@ -65,6 +66,7 @@ class BucketState:
         buckets = self.layout.buckets
         self.records = [BucketRecord(0, [False] * len(bucket.planes)) for bucket in buckets]
         self.pieces: list[list[BoundPiece]] = [bind_pieces(plan, bucket) for bucket in buckets]
+        self._model_copies = ModelCopies(plan, self.pieces)
         self.main_from_model = [False] * len(buckets)
         self.model_is_behind: set[int] = set()
         self.halves = UpperHalves(plan, self.pieces, store, pool)
@@ -307,10 +309,7 @@ class BucketState:
 
     def fill_main_from_model(self, index: int, main: torch.Tensor) -> None:
         main.zero_()
-        for piece in self.pieces[index]:
-            model = self.plan.bindings[piece.binding].model
-            if model is not None:
-                main[piece.bucket_slice].copy_(model[piece.shard_slice])
+        self._model_copies.from_model(index, main)
 
     def copy_main_to_model(self, index: int, main: torch.Tensor) -> None:
         if index in self.halves.buckets:
@@ -318,22 +317,15 @@ class BucketState:
             halves.copy_(main)
             self.halves.give(index, halves)
             return
-        for piece in self.pieces[index]:
-            model = self.plan.bindings[piece.binding].model
-            if model is not None:
-                model[piece.shard_slice].copy_(main[piece.bucket_slice])
+        self._model_copies.to_model(index, main)
 
     def copy_mains_to_model(self, mains: Sequence[tuple[int, torch.Tensor]]) -> None:
         """The same for several buckets (index, main plane) in as few kernels as possible."""
-        targets, sources = [], []
+        halves = [index for index, _ in mains if index in self.halves.buckets]
         for index, main in mains:
-            for piece in self.pieces[index]:
-                model = self.plan.bindings[piece.binding].model
-                if model is not None:
-                    targets.append(model[piece.shard_slice])
-                    sources.append(main[piece.bucket_slice])
-        if targets:
-            torch._foreach_copy_(targets, sources)
+            if index in halves:
+                self.copy_main_to_model(index, main)
+        self._model_copies.all_to_model([each for each in mains if each[0] not in halves])
 
     def check_models(self, buckets: Iterable[int]) -> None:
         """Make sure that the model holds the halves of mains that are about to be decoded.

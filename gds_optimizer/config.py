@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import stat
 from collections.abc import Callable, Iterable
@@ -87,6 +88,8 @@ class StreamConfig:
             bit: `auto` for optimizer classes and framework versions that our tests do not cover.
         moment_dtype: how fp32 moments are kept between steps. Anything but `fp32` changes the
             numbers; the step itself is computed in fp32 all the same.
+        directory_weights: how fast each directory's drive is, in any unit: buckets are spread in
+            proportion. Empty: measured at setup where there are several drives.
         moment_rounding: how each step's moments are rounded where they are not kept in fp32;
             stochastic rounding repeats itself when a step is repeated.
         hbm_budget: bytes on the device (int, or text such as "20GiB") that buckets may keep for
@@ -114,6 +117,7 @@ class StreamConfig:
     hbm_budget: int = 0
     host_budget: int | str = 0
     main: str = "fp32"
+    directory_weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         directories: Any = self.directories
@@ -172,6 +176,7 @@ class StreamConfig:
             raise ConfigError(
                 f"io_task_size is {self.io_task_size}, wanted a multiple of {PAGE_BYTES}"
             )
+        object.__setattr__(self, "directory_weights", self._checked_weights(len(paths)))
         timeout_s: Any = self.io_timeout_s
         if (
             isinstance(timeout_s, bool)
@@ -185,6 +190,26 @@ class StreamConfig:
         for name in ("allow_tmpfs", "async_save"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted True or False")
+
+    def _checked_weights(self, count: int) -> tuple[float, ...]:
+        given: Any = self.directory_weights
+        try:
+            weights = tuple(float(weight) for weight in given)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"directory_weights is {given!r}, wanted a number for each directory"
+            ) from None
+        if weights and len(weights) != count:
+            raise ConfigError(
+                f"directory_weights has {len(weights)} numbers, wanted one for each of the "
+                f"{count} directories"
+            )
+        if not all(0 < weight < math.inf for weight in weights):
+            raise ConfigError(
+                f"directory_weights is {weights}, wanted finite numbers of more than 0: leave a "
+                "directory out to keep nothing there"
+            )
+        return weights
 
     def _check_choice(self, name: str, choices: Iterable[str]) -> None:
         if getattr(self, name) not in choices:
@@ -242,14 +267,18 @@ class _Flag:
     type: Callable[[str], Any] | None = None
     choices: tuple[str, ...] | None = None
     is_switch: bool = False
+    nargs: str | None = None
+    metavar: str | None = None
+    word: str = ""
+    """What the flag is called, where that is not the field's name."""
 
     @property
     def name(self) -> str:
-        return f"--stream-optimizer-state-{self.field.replace('_', '-')}"
+        return f"--stream-optimizer-state-{(self.word or self.field).replace('_', '-')}"
 
     @property
     def dest(self) -> str:
-        return f"stream_optimizer_state_{self.field}"
+        return f"stream_optimizer_state_{self.word or self.field}"
 
 
 def _size_argument(text: str) -> int:
@@ -303,6 +332,14 @@ _FLAGS = (
         "How main parameters are kept between steps; lossless in every case.",
         choices=MAIN_CHOICES,
     ),
+    _Flag(
+        "directory_weights",
+        "How fast each directory's drive is, in any unit; measured at setup by default.",
+        type=float,
+        nargs="+",
+        metavar="W",
+        word="dir_weights",
+    ),
 )
 
 
@@ -346,5 +383,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 choices=flag.choices,
                 default=None,
                 help=flag.help,
+                **({"nargs": flag.nargs, "metavar": flag.metavar} if flag.nargs else {}),
             )
     return parser

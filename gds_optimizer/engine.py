@@ -25,6 +25,7 @@ from gds_optimizer.errors import (
 )
 from gds_optimizer.evicted import EvictedTensor, release_, restore_
 from gds_optimizer.footer import BucketRecord
+from gds_optimizer.merging import Merger
 from gds_optimizer.pipeline import Pipeline, Ranges
 from gds_optimizer.plan import MAIN_PLANE, EnginePlan
 from gds_optimizer.scalars import Scalars
@@ -68,7 +69,7 @@ class Engine:
         self.layout = plan.layout
         self.pool = pool
         self.store = store
-        self.pipeline = Pipeline(pool, store, timeout_s=timeout_s)
+        self.pipeline = Pipeline(pool, store, timeout_s=timeout_s, order=store.drive_order)
         self.steps = 0
         self.last_stats = PassStats(str(pool.backend.io_path))
         self._stepper = Stepper(plan.optimizer)
@@ -77,6 +78,7 @@ class Engine:
         self._strays_reported = False
         self._materialized = 0  # blocks of `materialized` that are open
         self._buckets = BucketState(plan, store, pool)
+        self._merger = Merger(plan, self._buckets.pieces)
         # An optimizer counts steps of an empty parameter too; it just has nothing to stream.
         self._streamed = {piece.binding for pieces in self._buckets.pieces for piece in pieces}
         self._scalars = Scalars(plan, self._streamed)
@@ -265,6 +267,7 @@ class Engine:
             self._scalars,
             self._stepper,
             self.pool,
+            self._merger,
             self.steps + 1,
             rounding_step=self._rounded_steps + 1,
         )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from gds_optimizer.errors import GdsOptimizerError, IoTimeoutError, StepFailedError
 from gds_optimizer.io import BucketFile, MemoryFile, MemoryTransfer
 from gds_optimizer.slots import Slot, SlotPool, SlotState
+from gds_optimizer.spread import DriveOrder
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock
 
@@ -24,6 +25,8 @@ Ranges = Sequence[tuple[int, int]]
 """Byte ranges of a bucket file as (offset, length), page multiples; the slot has the same ones."""
 
 _HOLDING = (SlotState.CACHED, SlotState.WRITING)
+_POLL_S = 0.0002
+"""Seconds between two looks at several reads, of which the first to end is wanted."""
 _STUCK_WAIT_S = 5.0
 """How long the rest is waited for, in all, once a transfer has not ended in time."""
 
@@ -55,16 +58,6 @@ def _has_arrived(slot: Slot) -> bool:
     return _only_copies(slot) or slot.is_idle
 
 
-def _next(reading: deque[Slot], *, any_order: bool) -> Slot:
-    """The slot to be visited next, taken from `reading`."""
-    if any_order:
-        for slot in reading:
-            if _has_arrived(slot):
-                reading.remove(slot)
-                return slot
-    return reading.popleft()
-
-
 class Pipeline:
     """Moves one store's buckets through a slot pool that other pipelines may share.
 
@@ -72,13 +65,18 @@ class Pipeline:
         pool: the slots.
         store: the files.
         timeout_s: limit for a single transfer.
+        order: where buckets are on several drives, chooses which is read next; a bucket is then
+            visited as soon as it has been read, so that no drive waits for a slower one.
 
     Attributes:
         unfinished_writes: buckets whose last write is not known to have ended well.
     """
 
-    def __init__(self, pool: SlotPool, store: Store, *, timeout_s: float) -> None:
+    def __init__(
+        self, pool: SlotPool, store: Store, *, timeout_s: float, order: DriveOrder | None = None
+    ) -> None:
         self.pool = pool
+        self.order = order
         self.store = store
         self.timeout_s = timeout_s
         self.unfinished_writes: set[int] = set()
@@ -126,10 +124,12 @@ class Pipeline:
                 self._visit_resident(resident, visit, visit_resident, clock)
             while queues.wanted or reading:
                 self._read_ahead(queues, reading, reads, clock)
-                slot = _next(reading, any_order=queues.are_two)
-                from_disk = slot.state is SlotState.READING
                 with clock.phase("read_wait"):
+                    slot = self._next_read(reading, queues)
+                    if slot is None:
+                        continue
                     self._follow_or_finish(slot)
+                from_disk = slot.state is SlotState.READING
                 slot.state = SlotState.COMPUTING
                 with clock.phase("compute"):
                     ranges = visit(slot.bucket, slot, from_disk)
@@ -190,6 +190,8 @@ class Pipeline:
         """Start reads while slots are to be had; wait for a write only if nothing is being read."""
         while queues.wanted:
             queue = self._queue_to_serve(queues)
+            if queue is queues.on_drives:
+                self._put_first(queue)
             bucket = queue[0]
             must = may_wait and (not reading or self._is_copy_awaited(queues, reading))
             slot = self._take_slot(bucket, queues.wanted, must=must, clock=clock)
@@ -239,6 +241,61 @@ class Pipeline:
                 slot.state is SlotState.WRITING and _only_copies(slot) for slot in self.pool.slots
             )
         )
+
+    def _put_first(self, queue: deque[int]) -> None:
+        """Bring the bucket that is to be read next to the front of the queue."""
+        if self.order is None:
+            return
+        own = [slot for slot in self.pool.slots if slot.owner is self]
+        if any(slot.bucket == queue[0] and slot.state in _HOLDING for slot in own):
+            return  # it need not be read
+        moving = (SlotState.READING, SlotState.WRITING)
+        # A write that has ended occupies no drive, though nobody has waited for it yet.
+        busy = [
+            slot.bucket
+            for slot in own
+            if slot.state in moving and not slot.is_idle and not _only_copies(slot)
+        ]
+        position = self.order.pick(queue, busy)
+        if position:
+            bucket = queue[position]
+            del queue[position]
+            queue.appendleft(bucket)
+
+    def _next_read(self, reading: deque[Slot], queues: _Queues) -> Slot | None:
+        """Take the slot to visit next: the first in order, or what arrives first.
+
+        What has arrived is taken where buckets are on several drives, or on drives and in host
+        memory; with several drives, it is waited for.
+
+        Args:
+            reading: slots that are being read, at least one.
+            queues: what is to be read as soon as a slot is free.
+
+        Returns:
+            None if a slot has become free, so that a drive may get work first. A slot whose read
+            has not ended once `timeout_s` is over: waiting for it tells.
+        """
+        is_more = bool(queues.wanted)
+        if self.order is None:
+            if queues.are_two:
+                for slot in reading:
+                    if _has_arrived(slot):
+                        reading.remove(slot)
+                        return slot
+        elif len(reading) > 1 or is_more:
+            deadline_s = time.monotonic() + self.timeout_s
+            while time.monotonic() < deadline_s:
+                for slot in reading:
+                    if _has_arrived(slot):
+                        reading.remove(slot)
+                        return slot
+                if is_more and any(
+                    slot.state is SlotState.WRITING and slot.is_idle for slot in self.pool.slots
+                ):
+                    return None
+                time.sleep(_POLL_S)
+        return reading.popleft()
 
     def _take_slot(
         self, bucket: int, wanted: set[int], *, must: bool, clock: PassClock

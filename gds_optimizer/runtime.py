@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gds_optimizer.config import StreamConfig
+from gds_optimizer.drive_speeds import directory_speeds, several_drives
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import GdsOptimizerError
 from gds_optimizer.homes import Home
@@ -105,11 +106,13 @@ class Runtime:
                 device=device,
                 threads=config.io_threads,
                 task_size_bytes=config.io_task_size,
+                queue_per_drive=several_drives(config.directories),
             )
             undo.callback(backend.close)
             for part in parts:
                 check_optimizer(part.optimizer, config, backend, rank, covered=part.covered)
             tiers = Tiers.plan([plan.layout for plan in plans], config)
+            speeds = directory_speeds(config, backend, tiers.nbytes(Home.NVME))
             pool = cls._make_pool(plans, tiers, config, backend)
             undo.callback(pool.close)
             undo.callback(tiers.close)
@@ -124,6 +127,7 @@ class Runtime:
                     f"rank{rank:05d}/{part.name}",
                     backend,
                     in_memory=in_memory,
+                    speeds=speeds,
                 )
                 undo.callback(store.close)
                 engine = Engine(plan, pool, store, timeout_s=config.io_timeout_s)

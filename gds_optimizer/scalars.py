@@ -5,13 +5,15 @@ It stays in `optimizer.state`, where schedulers and checkpoints look for it; the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import EvictedState
-from gds_optimizer.plan import BoundPiece, EnginePlan
+from gds_optimizer.plan import EnginePlan
 from gds_optimizer.stepper import copy_value
 
 
@@ -27,11 +29,14 @@ class Scalars:
         self.plan = plan
         self.streamed = streamed
         self.has_state = [False] * len(plan.bindings)
+        self._plane_names = {
+            id(schema): tuple(plane.name for plane in schema.planes) for schema in plan.schemas
+        }
         self.adopt()
 
     def plane_names(self, index: int) -> tuple[str, ...]:
         """Names of the state planes of a binding."""
-        return tuple(plane.name for plane in self.plan.schemas[index].planes)
+        return self._plane_names[id(self.plan.schemas[index])]
 
     def adopt(self) -> None:
         """Take the scalars from the optimizer's state, and leave only them there.
@@ -102,11 +107,21 @@ class Scalars:
         return {key: copy_value(value) for key, value in held.items()}
 
     def commit(self, scalars: dict[int, dict[str, Any]]) -> None:
-        """Take what a step has left, by binding."""
+        """Take what a step has left, by binding; bindings stepped as one share a dictionary."""
+        sharing: dict[int, list[int]] = {}
         for index, values in scalars.items():
             self.has_state[index] = True
             if index in self.streamed:
-                self._set(index, values)
+                sharing.setdefault(id(values), []).append(index)
+        for members in sharing.values():
+            values = scalars[members[0]]
+            if not values:
+                for index in members:
+                    self._set(index, {})
+                continue
+            copies = [_copies(value, len(members)) for value in values.values()]
+            for index, own in zip(members, zip(*copies, strict=True), strict=True):
+                self._set(index, dict(zip(values, own, strict=True)))
 
     def restore(self, shards: dict[str, tuple[bool, dict[str, Any]]]) -> None:
         """Replace everything: shard name -> whether it has state, and its scalars."""
@@ -125,43 +140,98 @@ class Scalars:
             scalars, binding.name, self.plane_names(index)
         )
 
-    # ------------------------------------------------------------------ around one piece's step
+    # ------------------------------------------------------------------ around one run's step
 
-    def state_for(self, piece: BoundPiece, planes: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """The optimizer's state for a piece: views of the planes, and the parameter's scalars."""
-        schema = self.plan.schemas[piece.binding]
-        if self.has_state[piece.binding]:
-            scalars = self.of(piece.binding)
+    def classes(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """For each binding a number: pieces of those that share one may be stepped as one tensor.
+
+        They have the same planes and, to the bit, the same scalars. Counters that a device keeps
+        are compared here, with one wait for it.
+        """
+        bindings, state = self.plan.bindings, self.plan.optimizer.state
+        keys: list[Any] = [("alone", index) for index in range(len(bindings))]
+        tensors: dict[Any, tuple[list[int], list[torch.Tensor]]] = {}
+        for index in self.streamed:
+            has_state = self.has_state[index]
+            key: Any = (id(self.plan.schemas[index]), has_state)
+            held = state.get(bindings[index].main) if has_state else None
+            for name, value in () if held is None else held.items():
+                if isinstance(value, torch.Tensor) and value.numel() == 1:
+                    value = value.reshape(()) if value.dim() else value
+                    form = (name, value.dtype, value.device)
+                    if form not in tensors:
+                        tensors[form] = ([], [])
+                    tensors[form][0].append(index)
+                    tensors[form][1].append(value)
+                elif value is None or type(value) in (bool, int, float):
+                    key = (key, name, type(value), repr(value))
+                else:
+                    key = (key, name, index)  # whatever it is, it is its own
+            keys[index] = key
+        for form, (members, values) in tensors.items():
+            # To the bit: -0.0 is not 0.0, and NaN is itself.
+            bits = torch.stack(values).view(torch.uint8).cpu().numpy().reshape(len(values), -1)
+            raw, size = bits.tobytes(), bits.shape[1]
+            for at, index in enumerate(members):
+                keys[index] = (keys[index], form, raw[at * size : at * size + size])
+        numbers: dict[Any, int] = {}
+        return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+
+    def state_for(
+        self, index: int, where: slice, planes: dict[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """The optimizer's state for a run: views of the planes, and the parameter's scalars.
+
+        Args:
+            index: of the run's first binding; the others' scalars are the same.
+            where: the run's elements in the bucket.
+            planes: of the bucket.
+        """
+        schema = self.plan.schemas[index]
+        if self.has_state[index]:
+            scalars = self.of(index)
         elif schema.initial is not None:
             scalars = {key: copy_value(value) for key, value in schema.initial.items()}
         else:
             return {}
-        return {
-            **scalars,
-            **{plane.name: planes[plane.name][piece.bucket_slice] for plane in schema.planes},
-        }
+        for plane in schema.planes:
+            scalars[plane.name] = planes[plane.name][where]
+        return scalars
 
     def take_state(
-        self, piece: BoundPiece, state: dict[str, Any], planes: dict[str, torch.Tensor]
+        self,
+        index: int,
+        where: slice,
+        state: dict[str, Any],
+        planes: dict[str, torch.Tensor],
     ) -> dict[str, Any]:
-        """Put the planes that the optimizer left for a piece into the slot; return the rest.
+        """Put the planes that the optimizer left for a run into the slot; return the rest.
 
         Raises:
             UnsupportedError: there is a tensor that no plane was laid out for.
         """
-        names = self.plane_names(piece.binding)
+        names = self.plane_names(index)
         kept: dict[str, Any] = {}
         for key, value in state.items():
             if key in names:
-                view = planes[key][piece.bucket_slice]
+                view = planes[key][where]
                 if value.data_ptr() != view.data_ptr():  # created or replaced, not updated
                     view.copy_(value)
             elif isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise UnsupportedError(
                     f"{type(self.plan.optimizer).__name__} began to keep {key!r} for "
-                    f"{self.plan.bindings[piece.binding].name} after its state was laid out: set "
+                    f"{self.plan.bindings[index].name} after its state was laid out: set "
                     "the option that turns it on before the optimizer is set up for streaming"
                 )
             else:
                 kept[key] = value
         return kept
+
+
+def _copies(value: Any, count: int) -> Sequence[Any]:
+    """A value for each of several bindings; tensors of their own, that nobody else changes."""
+    if count == 1:
+        return (value,)
+    if isinstance(value, torch.Tensor):
+        return value.detach().expand(count, *value.shape).contiguous().unbind()
+    return [copy_value(value) for _ in range(count)]

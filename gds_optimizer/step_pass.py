@@ -10,6 +10,7 @@ import torch
 from gds_optimizer.bucket_state import BucketState
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.footer import BucketRecord
+from gds_optimizer.merging import Gradients, Merger
 from gds_optimizer.pipeline import Ranges
 from gds_optimizer.plan import MAIN_PLANE, BoundPiece
 from gds_optimizer.scalars import Scalars
@@ -30,6 +31,7 @@ class StepPass:
         scalars: the optimizer's counters; updated by `finish`.
         stepper: runs the optimizer's arithmetic.
         pool: the slots, for their compute stream.
+        merger: says which pieces are stepped as one.
         step: number that this step gets, from 1.
         rounding_step: number that the seeds of stochastic rounding are made of.
 
@@ -46,6 +48,7 @@ class StepPass:
         scalars: Scalars,
         stepper: Stepper,
         pool: SlotPool,
+        merger: Merger,
         step: int,
         *,
         rounding_step: int,
@@ -55,6 +58,7 @@ class StepPass:
         self.scalars = scalars
         self.stepper = stepper
         self.pool = pool
+        self.merger = merger
         self.step = step
         self.rounding_step = rounding_step
         self._groups = {
@@ -67,11 +71,9 @@ class StepPass:
         if unknown:
             raise late_parameters(len(unknown))
         scalars.check_planes_streamed()
-        self._grads: dict[int, torch.Tensor] = {
-            index: grad
-            for index, binding in enumerate(bindings)
-            if id(binding.main) in self._groups and (grad := binding.main.grad) is not None
-        }
+        self._gradients = Gradients(self.plan, self._groups)
+        self._grads = self._gradients.held
+        self._classes = scalars.classes() if merger.is_allowed else None
         self.active = [
             index
             for index, pieces in enumerate(buckets.pieces)
@@ -140,7 +142,9 @@ class StepPass:
         is_fused = library in _FUSED_LIBRARIES or all(
             group.get("fused") for group in optimizer.param_groups
         )
-        return is_fused and all(type(grad) is torch.Tensor for grad in self._grads.values())
+        return is_fused and all(
+            type(grad) is torch.Tensor for grad in self._gradients.held.values()
+        )
 
     def _step_pieces(
         self, held: Sequence[tuple[int, dict[str, torch.Tensor]]]
@@ -155,24 +159,32 @@ class StepPass:
         """
         stepped, places, steps = [], [], []
         for index, planes in held:
-            active = [piece for piece in self.buckets.pieces[index] if piece.binding in self._grads]
+            active = self.merger.runs(index, self._gradients, self._classes)
             stepped.append(active)
-            for piece in active:
-                binding = self.plan.bindings[piece.binding]
-                main = planes[MAIN_PLANE] if binding.keeps_main else binding.main.detach()
-                where = piece.bucket_slice if binding.keeps_main else piece.shard_slice
-                piece.tensor.data = main[where]
-                piece.tensor.grad = self._grads[piece.binding][piece.shard_slice]
-                state = self.scalars.state_for(piece, planes)
-                steps.append((self._groups[id(binding.main)], piece.tensor, state))
-                places.append((piece, planes))
+            for run in active.runs:
+                first = run.pieces[0]
+                binding = self.plan.bindings[first.binding]
+                if binding.keeps_main:
+                    run.tensor.data = planes[MAIN_PLANE][run.bucket_slice]
+                else:
+                    run.tensor.data = binding.main.detach()[first.shard_slice]
+                run.tensor.grad = self._gradients.of(run)
+                state = self.scalars.state_for(first.binding, run.bucket_slice, planes)
+                steps.append((self._groups[id(binding.main)], run.tensor, state))
+                places.append((run, planes))
         results = self.stepper.run(steps) if steps else []
-        for (piece, planes), state in zip(places, results, strict=True):
-            piece.tensor.grad = None
-            kept = self.scalars.take_state(piece, state, planes)
+        for (run, planes), state in zip(places, results, strict=True):
+            run.tensor.grad = None
+            first = run.pieces[0]
+            kept = self.scalars.take_state(first.binding, run.bucket_slice, state, planes)
             if state:
-                self._new_scalars.setdefault(piece.binding, kept)
-        return stepped
+                for piece in run.pieces:
+                    self._new_scalars.setdefault(piece.binding, kept)
+        for (_, planes), active in zip(held, stepped, strict=True):
+            if active.gaps is not None:
+                for values in planes.values():
+                    values.index_fill_(0, active.gaps, 0)
+        return [active.pieces for active in stepped]
 
     def _count_as_stepped(self, index: int) -> None:
         record = self.buckets.records[index]

@@ -13,7 +13,7 @@ import logging
 import os
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gds_optimizer.errors import (
@@ -27,6 +27,7 @@ from gds_optimizer.io.base import BucketFile, IoBackend
 from gds_optimizer.io.memory import MemoryFile
 from gds_optimizer.layout import Bucket, Layout
 from gds_optimizer.lock import OwnedDirectory, reclaim_dead
+from gds_optimizer.spread import DriveOrder, equal_speeds, spread
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ _DESCRIPTORS_PER_FILE = 2
 
 
 class Store:
-    """Open bucket files, bucket `i` at `files[i]`, spread over the directories in turn.
+    """Open bucket files, bucket `i` at `files[i]`, spread over the directories by their speeds.
 
     Args:
         layout: which files, how large.
@@ -52,6 +53,8 @@ class Store:
         backend: opens the files.
         in_memory: buckets that live in memory, by index; the store closes them. They have a file
             only while they are written out (see `reserve_written_out`).
+        speeds: of the directories, in any unit; equal ones by default. One with too little room
+            gets less than its share.
 
     Raises:
         StoreLockedError: another living process owns one of the directories.
@@ -68,8 +71,10 @@ class Store:
         backend: IoBackend,
         *,
         in_memory: Mapping[int, MemoryFile] | None = None,
+        speeds: Sequence[float] | None = None,
     ) -> None:
         self.layout = layout
+        self._speeds = tuple(speeds or equal_speeds(len(roots)))
         self.backend = backend
         self.files: list[BucketFile] = []
         self.paths: list[Path] = []
@@ -117,14 +122,54 @@ class Store:
 
     def _reserve(self) -> None:
         """Create every file with its blocks allocated, so that a full disk is met here."""
+        devices = [self._device_of(directory) for directory in self.directories]
+        full: set[int] = set()
+        places = self._spread(devices, full)
         for bucket in self.layout.buckets:
-            directory = self._owned[bucket.index % len(self._owned)].path
-            path = directory / f"bucket{bucket.index:05d}.bin"
             if bucket.index in self.in_memory:
+                directory = self.directories[bucket.index % len(devices)]
+                self.paths.append(directory / f"bucket{bucket.index:05d}.bin")
                 self._identities.append((0, 0))
-            else:
-                self._identities.append(self._create(path, bucket.file_bytes))
-            self.paths.append(path)
+                continue
+            while True:
+                number = places[bucket.index]
+                path = self.directories[number] / f"bucket{bucket.index:05d}.bin"
+                try:
+                    self._identities.append(self._create(path, bucket.file_bytes))
+                except NoSpaceError:
+                    # Others fill it too. What is left of the state goes elsewhere, if it fits.
+                    full.add(devices[number])
+                    if full.issuperset(devices):
+                        raise
+                    places |= self._spread(devices, full)
+                    continue
+                self.paths.append(path)
+                break
+
+    def _spread(self, devices: Sequence[int], full: set[int]) -> dict[int, int]:
+        """Directories of the buckets that are to have a file and have none yet, by index."""
+        left = [bucket for bucket in self._with_file() if bucket.index >= len(self.paths)]
+        # With one directory, and where all are full, the system's own answer says more.
+        if len(devices) == 1:
+            return {bucket.index: 0 for bucket in left}
+        room: dict[Hashable, int] = {
+            d: free_bytes(p) for d, p in zip(devices, self.directories, strict=True)
+        }
+        room |= dict.fromkeys(full, 0)
+        sizes = [bucket.file_bytes for bucket in left]
+        places = spread(sizes, self._speeds, devices=devices, room_bytes=room)
+        return {bucket.index: place for bucket, place in zip(left, places, strict=True)}
+
+    def _device_of(self, directory: Path) -> int:
+        return os.stat(directory).st_dev
+
+    @property
+    def drive_order(self) -> DriveOrder | None:
+        """Chooses what to read next where there are several directories."""
+        if len(self._owned) == 1:
+            return None
+        numbers = {directory: number for number, directory in enumerate(self.directories)}
+        return DriveOrder([numbers[path.parent] for path in self.paths], self._speeds)
 
     def _create(self, path: Path, nbytes: int) -> tuple[int, int]:
         """A new file with `nbytes` allocated; nothing stays when that fails.
@@ -274,10 +319,10 @@ class Store:
             NoSpaceError: there is no room; names bytes needed and free. No spare was added.
         """
         coming = Counter(promised)
-        devices = [os.stat(directory).st_dev for directory in self.directories]
+        devices = {directory: self._device_of(directory) for directory in self.directories}
         missing = []
         for bucket in self._with_file():
-            key = (devices[bucket.index % len(devices)], bucket.file_bytes)
+            key = (devices[self.paths[bucket.index].parent], bucket.file_bytes)
             if bucket.index in self._spares:
                 continue
             if coming[key]:

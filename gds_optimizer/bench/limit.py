@@ -19,6 +19,7 @@ from pathlib import Path
 PAGE_BYTES = 4096
 TASK_BYTES = (4 * 2**20, 16 * 2**20)
 THREADS = (8, 16)
+HALF_DUPLEX_FACTOR = 1.15
 _FILE_BYTES = 64 * 2**20
 
 
@@ -38,6 +39,15 @@ class Limit:
     write: float = 0.0
     mixed: float = 0.0
     best: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_half_duplex(self) -> bool:
+        """Whether reading and writing at once moves hardly more than the better of the two alone.
+
+        The drives then take turns, so that a step gains nothing from reading and writing at the
+        same time: only compute hides behind them, and fewer bytes are what helps.
+        """
+        return self.mixed <= HALF_DUPLEX_FACTOR * max(self.read, self.write)
 
 
 class LimitFiles:

@@ -124,11 +124,17 @@ class BenchResult:
             f"{(moved['host_read'] + moved['host_written']) / 1e9:.2f} GB copied from and to host "
             "memory in a step\n"
         )
+        duplex = (
+            "half-duplex: reads and writes take turns, so only compute hides behind them"
+            if limit.is_half_duplex
+            else "reads and writes go on at the same time"
+        )
         return (
             f"{self.numel / 1e9:.3f} billion parameters, {self.state_bytes / 1e9:.2f} GB of state "
             f"on {', '.join(self.directories)} ({self.io_path}, {self.device})\n"
             f"drives      read {limit.read:.2f}, write {limit.write:.2f}, both at once "
             f"{limit.mixed:.2f}, first write {limit.first_write:.2f} GB/s\n"
+            f"            {duplex}\n"
             f"initialise  {self.initialize.written_bytes / 1e9:.2f} GB in "
             f"{self.initialize_s:.2f} s{first_writing}\n"
             f"step        {step_s:.2f} s (median of {len(self.steps_s)}, {min(self.steps_s):.2f} "

@@ -35,7 +35,12 @@ __all__ = [
 
 
 def make_backend(
-    io_path: IoPath, *, device: str | torch.device, threads: int, task_size_bytes: int
+    io_path: IoPath,
+    *,
+    device: str | torch.device,
+    threads: int,
+    task_size_bytes: int,
+    queue_per_drive: bool = False,
 ) -> IoBackend:
     """The backend of an I/O path.
 
@@ -45,6 +50,8 @@ def make_backend(
             for `posix`.
         threads: requests in flight at a time, at least 1.
         task_size_bytes: most bytes of one request, a positive multiple of 4096.
+        queue_per_drive: have `threads` requests in flight on each drive, so that a slow one does
+            not hold up the others. `host` does so anyway.
 
     Raises:
         IoPathError: the path cannot serve that device, or KvikIO or the NVIDIA driver is missing.
@@ -52,7 +59,13 @@ def make_backend(
         ValueError: a size or number outside its range.
     """
     if io_path is not IoPath.HOST:
-        return CuFileBackend(io_path, device, threads=threads, task_size_bytes=task_size_bytes)
+        return CuFileBackend(
+            io_path,
+            device,
+            threads=threads,
+            task_size_bytes=task_size_bytes,
+            queue_per_drive=queue_per_drive,
+        )
     if torch.device(device).type != "cpu":
         raise IoPathError(f"the I/O path host moves host memory, got buffers on {device}")
     return DirectBackend(threads, task_size_bytes)

@@ -14,8 +14,10 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -40,9 +42,12 @@ from gds_optimizer.io.tasks import (
 from gds_optimizer.probing.cufile_config import load_cufile_config, strict_config
 from gds_optimizer.probing.system import System
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.0002
 """Seconds between two looks at a future: KvikIO's can be asked, or waited for without limit."""
 
+_POOLS_VARIABLE = "KVIKIO_THREAD_POOL_PER_BLOCK_DEVICE"
 _STRICT_CONFIG_VARIABLE = "GDS_OPTIMIZER_STRICT_CUFILE_JSON"
 
 _settings_lock = threading.RLock()
@@ -162,6 +167,23 @@ def _check_no_cufile_fallback() -> None:
         )
 
 
+def _want_queue_per_drive() -> None:
+    """Have KvikIO give every block device a thread pool of its own.
+
+    Unlike its other settings this one is read from the environment only, when KvikIO is loaded.
+    """
+    if os.environ.get(_POOLS_VARIABLE) is not None:
+        return
+    if "kvikio" in sys.modules:
+        logger.warning(
+            "KvikIO was loaded before the optimizer was set up, so that all drives share its "
+            "threads and a slow one may hold up the others: set %s=on in the environment",
+            _POOLS_VARIABLE,
+        )
+        return
+    os.environ[_POOLS_VARIABLE] = "on"
+
+
 def _set_kvikio(kvikio: Any, **wanted: Any) -> dict[str, Any]:
     """Change settings of KvikIO, for the whole process; nothing else in this package does.
 
@@ -240,6 +262,8 @@ class CuFileBackend(TaskBackend):
         device: where buffers must live; the host ("cpu") in POSIX mode only.
         threads: requests in flight at a time.
         task_size_bytes: most bytes of one request, a positive multiple of 4096.
+        queue_per_drive: have that many in flight on each block device. It holds for the whole
+            process, and must be asked for before KvikIO is first used in it.
 
     Raises:
         IoPathError: KvikIO, the driver or the device is not to be had.
@@ -254,11 +278,14 @@ class CuFileBackend(TaskBackend):
         *,
         threads: int,
         task_size_bytes: int,
+        queue_per_drive: bool = False,
     ) -> None:
         if io_path not in (IoPath.GDS, IoPath.GDS_COMPAT, IoPath.POSIX):
             raise ValueError(f"io_path is {io_path}, wanted gds, gds-compat or posix")
         device = torch.device(device)
         _check_device_type(io_path, device)
+        if queue_per_drive:
+            _want_queue_per_drive()
         self.kvikio = _import_kvikio(io_path)
         super().__init__(
             io_path,

@@ -77,7 +77,7 @@ class DirectFile(TaskFile):
     def __init__(self, path: Path, backend: DirectBackend, fd: int) -> None:
         super().__init__(path, backend)
         self._fd = fd
-        self._executor = backend.executor
+        self._executor = backend.executor_of(path, fd)
 
     def start_task(self, operation: str, buffer: torch.Tensor, file_offset: int) -> Task:
         array: Any = buffer.numpy()  # NumPy's stubs do not say that it is a buffer
@@ -101,8 +101,10 @@ class DirectFile(TaskFile):
 class DirectBackend(TaskBackend):
     """`IoPath.HOST`: direct I/O on buffers in host memory.
 
+    Every file system has threads of its own, so that a slow one does not hold up another.
+
     Args:
-        threads: requests in flight at a time.
+        threads: requests in flight at a time, on each file system.
         task_size_bytes: most bytes of one request, a positive multiple of 4096.
 
     Raises:
@@ -113,7 +115,19 @@ class DirectBackend(TaskBackend):
         super().__init__(
             IoPath.HOST, torch.device("cpu"), threads=threads, task_size_bytes=task_size_bytes
         )
-        self.executor = futures.ThreadPoolExecutor(threads, "gds-optimizer-io")
+        self._executors: dict[object, futures.ThreadPoolExecutor] = {}
+
+    def queue_of(self, path: Path, fd: int) -> object:
+        """What a file shares its threads with: files of which this is equal."""
+        return os.fstat(fd).st_dev
+
+    def executor_of(self, path: Path, fd: int) -> futures.ThreadPoolExecutor:
+        """The threads that serve a file; they start when they are needed."""
+        key = self.queue_of(path, fd)
+        with self._lock:
+            if key not in self._executors:
+                self._executors[key] = futures.ThreadPoolExecutor(self.threads, "gds-optimizer-io")
+            return self._executors[key]
 
     def open_file(self, path: Path) -> DirectFile:
         return DirectFile(path, self, open_direct(path))
@@ -123,4 +137,5 @@ class DirectBackend(TaskBackend):
         return {f"host.{operation}": count for operation, count in self.moved_bytes.items()}
 
     def release(self) -> None:
-        self.executor.shutdown()
+        for executor in self._executors.values():
+            executor.shutdown()

@@ -61,6 +61,8 @@ class FusedAdamStandIn(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
+    steps_merged_pieces_alike = True  # see `merging.MERGED_MARK`
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient; returns what `closure` returned."""

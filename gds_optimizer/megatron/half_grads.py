@@ -135,9 +135,17 @@ class _ShardView(torch.Tensor):
         handle._shard, handle._scales = self._shard, self._scales
         return handle
 
+    def stored(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The half-precision shard, and the one-element fp32 factors in order."""
+        return self._shard, self._scales
+
     def converted(self, where: Any = slice(None)) -> torch.Tensor:
         """A part of the gradient in fp32 with every factor applied, in order."""
-        values: torch.Tensor = self._shard[where].float()
+        return self.convert(self._shard[where])
+
+    def convert(self, stored: torch.Tensor) -> torch.Tensor:
+        """Half-precision values in fp32 with every factor of this gradient applied, in order."""
+        values: torch.Tensor = stored.float()
         for scale in self._scales:
             values.mul_(scale if values.dim() else scale[0])
         return values

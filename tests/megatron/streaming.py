@@ -20,6 +20,7 @@ from gds_optimizer.megatron.shards import (
     distributed_optimizers,
 )
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig, TrainingRecord, run_training
+from gds_optimizer.stepper import Stepper
 from tests.megatron.harness import compare_records, compare_states
 
 # The smallest bucket holds 1024 elements of 12 bytes.
@@ -54,6 +55,9 @@ class Comparison:
     homes: set[str] = field(default_factory=set)
     """Where buckets live: "device", "host", "nvme"."""
     main_codecs: set[str] = field(default_factory=set)
+    pieces: int = 0
+    stepped_tensors: int = 0
+    """How many tensors the inner optimizers stepped for those pieces in the last step."""
     leftovers: list[str] = field(default_factory=list)
 
 
@@ -117,6 +121,7 @@ def train_streamed(
                 if plane.name == "main"
             }
             pieces = [(b.space, p.shard) for b in layout.buckets for p in b.pieces]
+            comparison.pieces += len(pieces)
             comparison.split_shards += sum(pieces.count(piece) > 1 for piece in set(pieces))
 
     def context() -> contextlib.AbstractContextManager[Any]:
@@ -124,16 +129,28 @@ def train_streamed(
             return contextlib.nullcontext()
         return streamed_optimizer(stream_config)
 
+    collect = _collector(config.steps, streaming.states_at, collect_streamed_state, states)
+    original = Stepper.run
+
+    def counting(stepper: Stepper, pieces: Any) -> Any:
+        comparison.stepped_tensors += len(pieces)
+        return original(stepper, pieces)
+
+    def after_step(step: int, chunks: list[Any], optimizer: Any) -> None:
+        collect(step, chunks, optimizer)
+        if step < config.steps - 1:
+            comparison.stepped_tensors = 0
+
+    Stepper.run = counting  # type: ignore[method-assign]
     try:
         return run_training(
             config,
             optimizer_context=context,
             after_build=after_build,
-            after_step=_collector(
-                config.steps, streaming.states_at, collect_streamed_state, states
-            ),
+            after_step=after_step,
         )
     finally:
+        Stepper.run = original  # type: ignore[method-assign]
         for optimizer in kept:
             close(optimizer)
 

@@ -72,6 +72,10 @@ ONE_RANK: dict[str, tuple[TinyGptConfig, Streaming]] = {
         Streaming(init="lazy"),
     ),
     "one_large_bucket": (gpt(mixed_dtype=True), Streaming(bucket_size=2**24, states_at=(0, -1))),
+    "one_large_bucket_bf16_gradients": (
+        gpt(grad_reduce_in_fp32=False, clip_grad=0.3),
+        Streaming(bucket_size=2**24),
+    ),
     "attached": (gpt(experts=4, mixed_dtype=True), Streaming(attach=True, states_at=(0, -1))),
     "mixed_homes_moe": (gpt(experts=4), MIXED_HOMES),
     "on_device_bf16_gradients": (gpt(experts=4, grad_reduce_in_fp32=False), ON_DEVICE),
@@ -198,6 +202,13 @@ def test_parameters_are_split(comparisons):
 def test_buckets_live_everywhere(comparisons, case):
     for comparison in comparisons[case]:
         assert comparison.homes == {"device", "host", "nvme"}
+
+
+@pytest.mark.parametrize("name", ["one_large_bucket", "one_large_bucket_bf16_gradients"])
+def test_neighbours_are_stepped_as_one(comparisons, name):
+    """Shards of one group that follow each other in the gradient buffer, in fp32 or not."""
+    (comparison,) = comparisons[1, name, FP32]
+    assert 0 < comparison.stepped_tensors <= comparison.pieces * 2 // 3
 
 
 @pytest.mark.parametrize("case", ALL)

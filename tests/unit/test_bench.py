@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gds_optimizer.bench.limit import LimitFiles
+from gds_optimizer.bench.limit import Limit, LimitFiles
 from gds_optimizer.bench.steps import run_bench
 from gds_optimizer.bench.tiers import run_tiers_bench
 from gds_optimizer.config import StreamConfig
@@ -173,3 +174,19 @@ def test_a_wrong_count_is_a_usage_error(tmp_path, numel):
     done = run_cli("--dir", str(tmp_path), "--numel", numel)
     assert done.returncode == 2
     assert "wanted a whole number" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "mixed", "half_duplex"),
+    [
+        (1.8, 2.9, 2.2, True),  # as measured on a virtual disk
+        (2.0, 2.0, 2.3, True),
+        (2.0, 2.0, 2.31, False),
+        (7.0, 5.0, 9.0, False),
+    ],
+)
+def test_drives_that_take_turns_are_told(result, read, write, mixed, half_duplex):
+    limit = Limit(read=read, write=write, mixed=mixed)
+    assert limit.is_half_duplex is half_duplex
+    shown = dataclasses.replace(result[0], limit=dataclasses.replace(limit, first_write=1.0))
+    assert ("half-duplex" in shown.to_text()) is half_duplex

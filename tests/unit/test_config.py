@@ -291,6 +291,7 @@ def test_all_flags_together(directory):
 def test_every_field_has_a_flag():
     known = add_arguments(argparse.ArgumentParser())._option_string_actions
     fields = {field.name for field in dataclasses.fields(StreamConfig)} - {"directories"}
+    fields = {name.replace("directory", "dir") for name in fields}
     assert {PREFIX + name.replace("_", "-") for name in fields} <= known.keys()
 
 
@@ -385,3 +386,29 @@ def test_auto_initialises_lazily_when_weights_are_about_to_be_loaded(
     for name, value in attributes.items():
         setattr(args, name, value)
     assert StreamConfig.from_args(args).init == expected
+
+
+# --- weights of directories -------------------------------------------------------------------
+
+
+def test_weights_of_directories(tmp_path):
+    roots = (tmp_path / "a", tmp_path / "b")
+    for root in roots:
+        root.mkdir()
+    made = StreamConfig(directories=roots, directory_weights=[3, 1.5])
+    assert made.directory_weights == (3.0, 1.5)
+    assert from_flags(
+        f"{roots[0]} {roots[1]}", f"{PREFIX}dir-weights 3 1.5"
+    ) == dataclasses.replace(made, init="eager")
+    for weights, message in (
+        ((1.0,), "has 1 numbers, wanted one for each of the 2"),
+        ((1.0, 0.0), "more than 0"),
+        ((1.0, float("nan")), "more than 0"),
+        ((1.0, float("inf")), "more than 0"),
+        (("a", "b"), "wanted a number for each directory"),
+        (3, "wanted a number for each directory"),
+    ):
+        with pytest.raises(ConfigError, match=f"^directory_weights.*{message}"):
+            StreamConfig(directories=roots, directory_weights=weights)
+    with pytest.raises(ConfigError, match=f"^{PREFIX}dir-weights: has 1 numbers"):
+        from_flags(f"{roots[0]} {roots[1]}", f"{PREFIX}dir-weights 3")

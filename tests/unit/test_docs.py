@@ -298,7 +298,7 @@ def fields_by_name(kind: Any) -> dict[str, Any]:
 
 def written(value: Any) -> str:
     """A default as the documentation writes it."""
-    if value is None:
+    if value is None or value == ():
         return ""
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -320,7 +320,8 @@ def test_flags_and_defaults():
         (name,) = code_of(field)
         documented[name] = default
         dest = next(a.dest for a in STREAM_PARSER._actions if flag in a.option_strings)
-        expected = "dir" if name == "directories" else name
+        short = {"directories": "dir", "directory_weights": "dir_weights"}
+        expected = short.get(name, name)
         assert dest == f"stream_optimizer_state_{expected}"
         # Left out on the command line, the field's own default counts.
         assert STREAM_PARSER.get_default(dest) is None

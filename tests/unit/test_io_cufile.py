@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import pathlib
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -176,3 +178,58 @@ def test_without_a_driver(pytestconfig):
         pytest.skip("needs a machine without an NVIDIA driver")
     assert "posix needs the NVIDIA driver" in done.stdout, done.stderr
     assert "libcuda.so.1" in done.stdout
+
+
+QUEUES = """
+import os, sys
+from pathlib import Path
+from tests.support import io_backends
+from tests.support.libcuda_stub import load_driver_stub
+from gds_optimizer.io import IoPath, make_backend
+
+load_driver_stub()
+path = Path(sys.argv[1])
+backend = make_backend(
+    IoPath.POSIX, device="cpu", threads=3, task_size_bytes=2**20, queue_per_drive=sys.argv[2] == "1"
+)
+before = len(os.listdir("/proc/self/task"))
+buffer = io_backends.allocate_host_buffer(2**20)
+file = backend.open(path)
+file.write(buffer, 0).wait(60)
+file.read(buffer, 0).wait(60)
+print(len(os.listdir("/proc/self/task")) - before)
+file.close()
+backend.close()
+"""
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_queue_for_each_drive(kvikio, tmp_path, asked):
+    """A block device gets threads of its own when its first file is used, if that was asked for."""
+    path = io_backends.create_file(tmp_path / "bucket.bin", MIB)
+    if "/" not in _block_device_of(path):
+        pytest.skip("needs a directory on a block device")
+    done = subprocess.run(
+        [sys.executable, "-c", QUEUES, str(path), str(int(asked))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == (3 if asked else 0)
+
+
+def _block_device_of(path) -> str:
+    """Where the kernel describes it; empty without one."""
+    device = path.stat().st_dev
+    place = pathlib.Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    return str(place.resolve()) if place.exists() else ""
+
+
+def test_kvikio_that_was_loaded_before_shares_its_threads(kvikio, monkeypatch, caplog):
+    monkeypatch.delenv("KVIKIO_THREAD_POOL_PER_BLOCK_DEVICE", raising=False)
+    make_backend(
+        IoPath.POSIX, device="cpu", threads=1, task_size_bytes=4096, queue_per_drive=True
+    ).close()
+    assert "all drives share its threads" in caplog.text

@@ -1,0 +1,356 @@
+"""Merged pieces: one tensor is stepped for many shards, with the bits of the resident optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gds_optimizer.engine import Engine
+from gds_optimizer.megatron.fused_adam import FusedAdamStandIn
+from gds_optimizer.megatron.half_grads import HalfGrad
+from gds_optimizer.merging import merges
+from gds_optimizer.stepper import Stepper
+from tests.support.engines import (
+    ResidentOptimizer,
+    StreamedOptimizer,
+    adamw,
+    first_values,
+    same_bits,
+    streamed,
+)
+
+ALIGNMENT = 64
+# Tiny and odd, aligned, cut by bucket boundaries, one element short of and beyond a vector.
+SIZES = (64, 1, 63, 65, 128, 1000, 7, 1024, 2500, 0, 33, 64, 64, 3, 4096, 50)
+EVEN = tuple(ALIGNMENT * n for n in (1, 3, 2, 17, 1, 40, 1, 1, 5))
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": adamw,
+    "amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "maximize": partial(torch.optim.Adam, lr=1e-2, maximize=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "fused-sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True),
+    "stand-in": partial(FusedAdamStandIn, lr=1e-2, weight_decay=0.1),
+}
+
+
+class Buffer:
+    """Views of one buffer, laid out as frameworks do: starts aligned, what lies between is junk."""
+
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, junk: float) -> None:
+        starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
+        self.whole = torch.full((starts[-1],), junk, dtype=dtype)
+        self.views = [
+            self.whole[start : start + size] for start, size in zip(starts, sizes, strict=False)
+        ]
+        self.is_gap = torch.ones(starts[-1], dtype=torch.bool)
+        for start, size in zip(starts, sizes, strict=False):
+            self.is_gap[start : start + size] = False
+
+    def fill(self, values: Sequence[torch.Tensor]) -> None:
+        for view, value in zip(self.views, values, strict=True):
+            view.copy_(value)
+
+
+def gradients(sizes: Sequence[int], step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+
+class Calls:
+    """Counts what the resident optimizer's step is called with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tensors = 0
+        run = Stepper.run
+
+        def counting(stepper: Stepper, pieces: Any) -> Any:
+            self.tensors += len(pieces)
+            return run(stepper, pieces)
+
+        monkeypatch.setattr(Stepper, "run", counting)
+
+    def taken(self) -> int:
+        tensors, self.tensors = self.tensors, 0
+        return tensors
+
+
+class Trio:
+    """Resident, merged and unmerged, given gradients in one buffer, compared after every step."""
+
+    def __init__(
+        self,
+        directory: Path,
+        make: Any,
+        sizes: Sequence[int],
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        junk: float = float("nan"),
+        separate: bool = False,
+        **options: Any,
+    ) -> None:
+        self.sizes, self.separate = list(sizes), separate
+        self.buffer = Buffer(sizes, torch.float32, junk)
+        self.params = [Buffer(sizes, torch.bfloat16, 7.0) for _ in range(2)]
+        for params in self.params:
+            params.fill(first_values(sizes))
+        groups = options.get("groups")
+        self.resident = ResidentOptimizer(make, first_values(sizes), groups=groups)
+        self.calls = Calls(monkeypatch)
+        self.streamed = []
+        for number, params in enumerate(self.params):
+            root = directory / str(number)
+            root.mkdir()
+            self.streamed.append(StreamedOptimizer(root, make, params.views, **options))
+        self.streamed[1].engine._merger.is_allowed = False
+        self.calls.taken()
+
+    def step(self, step: int, without: Sequence[int] = ()) -> int:
+        """The number of tensors that the merged one stepped."""
+        values = gradients(self.sizes, step)
+        self.buffer.fill(values)
+        kept = [None if i in without else v for i, v in enumerate(values)]
+        self.resident.step(kept)
+        merged, _ = 0, self.calls.taken()
+        for number, each in enumerate(self.streamed):
+            views = [v.clone() for v in self.buffer.views] if self.separate else self.buffer.views
+            for index, (main, view) in enumerate(zip(each.mains, views, strict=True)):
+                main.grad = None if index in without else view
+            each.optimizer.step()
+            if number == 0:
+                merged = self.calls.taken()
+        return merged
+
+    def check(self, *, with_resident: bool = True) -> None:
+        states = [each.engine.read_state() for each in self.streamed]
+        for index in range(len(self.sizes)):
+            name = f"p{index}"
+            wanted = self.resident.state(index) if with_resident else states[1][name]
+            for found in states:
+                assert set(found[name]) == set(wanted)
+                for key, value in wanted.items():
+                    assert same_bits(value, found[name][key]), f"{key} of {name} differs"
+            for params in self.params:
+                assert not with_resident or same_bits(
+                    self.resident.models[index], params.views[index]
+                )
+        for params in self.params:
+            assert (params.whole[params.is_gap] == 7.0).all(), "a copy went between two parameters"
+        for each in self.streamed:
+            each.engine.settle()
+        merged, apart = ([path.read_bytes() for path in each.paths] for each in self.streamed)
+        assert merged == apart
+
+    def close(self) -> None:
+        for each in self.streamed:
+            each.close()
+
+
+@pytest.fixture
+def trio(tmp_path, monkeypatch):
+    made: list[Trio] = []
+
+    def make(*args: Any, **options: Any) -> Trio:
+        made.append(Trio(tmp_path, *args, monkeypatch, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def least(each: Trio) -> int:
+    """As few tensors as there can be: one for each bucket."""
+    return len(each.streamed[0].layout.buckets)
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["one-buffer", "separate"])
+@pytest.mark.parametrize("sizes", [SIZES, EVEN], ids=["odd", "even"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_of_merged_steps(trio, name, sizes, separate):
+    # The smallest buckets hold 1024 elements of up to four planes.
+    bucket_size = (16 if name == "amsgrad" else 12) * 2**10
+    each = trio(OPTIMIZERS[name], sizes, separate=separate, bucket_size=bucket_size)
+    for step in range(4):
+        tensors = each.step(step)
+        if sizes is EVEN or not name.startswith("fused"):
+            # An empty shard is stepped by itself.
+            assert tensors == least(each) + sizes.count(0)
+        each.check()
+
+
+@pytest.mark.parametrize("junk", [0.0, float("inf"), -3e38, 1e-40])
+def test_what_lies_between_gradients_stays_there(trio, junk):
+    each = trio(adamw, SIZES, junk=junk)
+    for step in range(3):
+        each.step(step)
+        each.check()
+    gaps = each.buffer.whole[each.buffer.is_gap]
+    assert same_bits(gaps, torch.full_like(gaps, junk))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_encoded_moments_are_the_same_merged_or_not(trio, dtype):
+    each = trio(adamw, SIZES, moments={"moment_dtype": dtype, "moment_rounding": "stochastic"})
+    for step in range(3):
+        each.step(step, without=(5,) if step == 1 else ())
+        each.check(with_resident=False)
+
+
+def test_group_boundaries_are_kept(trio):
+    each = trio(adamw, EVEN, groups={3: {"lr": 3e-2}, 6: {"weight_decay": 0.5}})
+    for step in range(3):
+        assert least(each) < each.step(step) <= least(each) + 2
+        each.check()
+
+
+def test_skipped_gradients_and_counters_that_diverge(trio):
+    each = trio(adamw, EVEN)
+    assert each.step(0) == least(each)
+    frozen = (2, 6)
+    assert each.step(1, without=frozen) > least(each)
+    each.check()
+    # They have a gradient again, and other counters than their neighbours.
+    for step in (2, 3):
+        assert each.step(step) > least(each)
+        each.check()
+    counters = {
+        float(state["step"]) for state in each.streamed[0].optimizer.state.values() if state
+    }
+    assert counters == {3.0, 4.0}
+
+
+def test_a_counter_that_somebody_sets(trio):
+    each = trio(adamw, EVEN)
+    each.step(0)
+    for optimizer, mains in (
+        (each.resident.optimizer, each.resident.mains),
+        *((s.optimizer, s.mains) for s in each.streamed),
+    ):
+        optimizer.state[mains[4]]["step"].fill_(100.0)
+    assert each.step(1) > least(each)
+    each.check()
+
+
+def test_nothing_is_merged_of_an_optimizer_that_is_not_known(tmp_path, monkeypatch):
+    class Unknown(torch.optim.AdamW):
+        pass
+
+    class Marked(FusedAdamStandIn):
+        pass
+
+    buffer = Buffer(EVEN, torch.float32, 0.0)
+    for make in (partial(torch.optim.NAdam, lr=1e-2), Unknown, Marked):
+        with streamed(tmp_path, make, EVEN) as each:
+            assert not merges(each.optimizer)
+            calls = Calls(monkeypatch)
+            for main, view in zip(each.mains, buffer.views, strict=True):
+                main.grad = view
+            each.optimizer.step()
+            pieces = sum(len(bucket.pieces) for bucket in each.layout.buckets)
+            assert calls.taken() == pieces
+
+
+def test_large_pieces_are_not_gathered(tmp_path, monkeypatch):
+    sizes = (2**17, 2**17, 64, 64)
+    with streamed(tmp_path, adamw, sizes, bucket_size=12 * 2**20) as each:
+        calls = Calls(monkeypatch)
+        each.step(gradients(sizes, 0))
+        assert calls.taken() == 3
+
+
+def test_gradients_next_to_each_other_in_two_pieces_of_memory(trio):
+    """Same addresses as in one buffer, but no tensor may reach from one into the other."""
+    each = trio(adamw, (2**17, 2**17), bucket_size=12 * 2**20)
+    memory = np.zeros(2**18, dtype=np.float32)
+    halves = [torch.from_numpy(memory[: 2**17]), torch.from_numpy(memory[2**17 :])]
+    assert halves[0].untyped_storage().nbytes() == 2**19
+    values = gradients(each.sizes, 0)
+    each.resident.step(values)
+    for number, streamed_ in enumerate(each.streamed):
+        for main, half, value in zip(streamed_.mains, halves, values, strict=True):
+            half.copy_(value)
+            main.grad = half
+        streamed_.optimizer.step()
+        assert number or each.calls.taken() == 2
+    each.check()
+
+
+def lazy(engine: Engine, views: Sequence[torch.Tensor], factors: Sequence[Sequence[float]]) -> None:
+    """Give the mains half-precision gradients, scaled as a framework would."""
+    for index, (binding, view) in enumerate(zip(engine.plan.bindings, views, strict=True)):
+        grad = HalfGrad.of(view)
+        for factor in factors[index]:
+            grad.detach().mul_(factor)
+        binding.main.grad = grad
+
+
+@pytest.mark.parametrize(
+    ("factors", "extra"),
+    [
+        ([()] * len(EVEN), 0),
+        ([(0.37, 1.7)] * len(EVEN), 0),
+        ([(0.37,)] * 4 + [(0.38,)] * (len(EVEN) - 4), 1),
+        ([(0.0,)] * 4 + [(-0.0,)] * (len(EVEN) - 4), 1),
+        ([(float("nan"),)] * len(EVEN), 0),
+    ],
+    ids=["none", "same", "different", "signed zeros", "nan"],
+)
+def test_half_precision_gradients(trio, factors, extra):
+    each = trio(adamw, EVEN)
+    half = Buffer(EVEN, torch.bfloat16, float("nan"))
+    for step in range(3):
+        half.fill(gradients(EVEN, step))
+        wanted = []
+        for view, own in zip(half.views, factors, strict=True):
+            value = view.float()
+            for factor in own:
+                value.mul_(torch.full((1,), factor))
+            wanted.append(value)
+        each.resident.step(wanted)
+        each.calls.taken()
+        for number, streamed_ in enumerate(each.streamed):
+            lazy(streamed_.engine, half.views, factors)
+            streamed_.optimizer.step()
+            if number == 0:
+                assert each.calls.taken() <= least(each) + extra
+        each.check()
+
+
+def test_neighbouring_parameters_are_copied_as_one(trio):
+    each = trio(adamw, EVEN)
+    copies = each.streamed[0].engine._buckets._model_copies
+    assert all(copies.count(b.index) == 1 for b in each.streamed[0].layout.buckets)
+    each.step(0)
+    each.check()
+
+
+def test_a_parameter_that_gets_other_memory_is_followed(trio):
+    each = trio(adamw, EVEN)
+    each.step(0)
+    for streamed_, params in zip(each.streamed, each.params, strict=True):
+        moved = params.views[3].clone()
+        streamed_.models[3].data = moved
+        params.views[3] = moved
+    each.step(1)
+    each.check()
+
+
+def test_twenty_thousand_small_shards(trio):
+    sizes = [1 + index % 70 for index in range(20_000)]
+    each = trio(adamw, sizes, bucket_size=12 * 2**17)
+    for step in range(2):
+        assert each.step(step, without=(10_000,)) == least(each) + 1
+    each.check()
+    # Each has a counter of its own.
+    states = list(each.streamed[0].optimizer.state.values())
+    states[0]["step"].fill_(9.0)
+    assert float(states[1]["step"]) == 2.0
