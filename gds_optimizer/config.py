@@ -87,6 +87,8 @@ class StreamConfig:
             numbers; the step itself is computed in fp32 all the same.
         moment_rounding: how each step's moments are rounded where they are not kept in fp32;
             stochastic rounding repeats itself when a step is repeated.
+        trace: a file for a timeline of the passes, in Chrome's trace format; None for none. With
+            several ranks, each puts its number into the name, in place of `{rank}` if it is there.
     """
 
     directories: tuple[Path, ...]
@@ -102,6 +104,7 @@ class StreamConfig:
     self_check: str = "auto"
     moment_dtype: str = "fp32"
     moment_rounding: str = "stochastic"
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         directories: Any = self.directories
@@ -167,6 +170,10 @@ class StreamConfig:
                 f"io_timeout_s is {timeout_s!r}, wanted seconds, more than 0 and at most "
                 f"{_MAX_TIMEOUT_S}"
             )
+        if self.trace is not None:
+            if not isinstance(self.trace, str | Path) or not str(self.trace):
+                raise ConfigError(f"trace is {self.trace!r}, wanted the path of a file, or None")
+            object.__setattr__(self, "trace", Path(self.trace).absolute())
         for name in ("allow_tmpfs", "async_save"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted True or False")
@@ -269,6 +276,7 @@ _FLAGS = (
         "How each step's moments are rounded where they are not kept in fp32.",
         choices=MOMENT_ROUNDING_CHOICES,
     ),
+    _Flag("trace", "A file for a timeline of the steps, for Chrome or Perfetto.", type=Path),
 )
 
 

@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -181,13 +182,16 @@ class Engine:
         with self.exclusive(what, is_pass=True):
             self.take_files_back()
             self._check_slots()
-            clock = PassClock(str(self.pool.backend.io_path))
+            clock = PassClock(str(self.pool.backend.io_path), self.pool.trace)
+            self.pool.trace.begin_pass(what)
             try:
                 with torch.no_grad(), self.pool.computing():
                     yield clock
             except BaseException as error:  # noqa: BLE001 - `_fail` raises it, or what it caused
+                self.pool.trace.end_pass({"failed": str(error)})
                 self._fail(what, error)
             self.last_stats = clock.finish()
+            self.pool.trace.end_pass(asdict(self.last_stats))
             self._check_ways()
 
     def _check_ways(self) -> None:
@@ -287,24 +291,26 @@ class Engine:
 
     def _visit_initial(self, index: int, slot: Slot, from_disk: bool) -> Ranges:
         buckets, record = self._buckets, self._buckets.records[index]
-        planes = buckets.planes(self.layout.buckets[index], slot)
-        for number, (name, values) in enumerate(planes.items()):
-            if name == MAIN_PLANE:
-                buckets.fill_main_from_model(index, values)
-                record.written[number] = True
-            for piece in buckets.pieces[index]:
-                source = (self.plan.bindings[piece.binding].initial or {}).get(name)
-                if source is None:
-                    continue
-                if not record.written[number]:
-                    values.zero_()
+        with self.pool.trace.visit_span("compute", index):
+            planes = buckets.planes(self.layout.buckets[index], slot)
+            for number, (name, values) in enumerate(planes.items()):
+                if name == MAIN_PLANE:
+                    buckets.fill_main_from_model(index, values)
                     record.written[number] = True
-                values[piece.bucket_slice].copy_(source[piece.shard_slice])
-        record.step = self.steps
-        if record.is_blank:
-            return ()
-        buckets.encode_initial(index, slot, planes)
-        buckets.seal(index, slot, record)
+                for piece in buckets.pieces[index]:
+                    source = (self.plan.bindings[piece.binding].initial or {}).get(name)
+                    if source is None:
+                        continue
+                    if not record.written[number]:
+                        values.zero_()
+                        record.written[number] = True
+                    values[piece.bucket_slice].copy_(source[piece.shard_slice])
+            record.step = self.steps
+            if record.is_blank:
+                return ()
+        with self.pool.trace.visit_span("write back", index):
+            buckets.encode_initial(index, slot, planes)
+            buckets.seal(index, slot, record)
         self.pool.synchronize_compute()
         return buckets.written_ranges(index)
 
@@ -358,10 +364,11 @@ class Engine:
             if from_disk:
                 state.expect(index, slot, planes_to_read(index))()
             main = state.planes(self.layout.buckets[index], slot)[MAIN_PLANE]
-            if read_main and 0 not in state.needed(index):
-                state.fill_main_from_model(index, main)
-            if not fill(index, main):
-                return ()
+            with self.pool.trace.visit_span("compute", index):
+                if read_main and 0 not in state.needed(index):
+                    state.fill_main_from_model(index, main)
+                if not fill(index, main):
+                    return ()
             blank = record.is_blank
             record.written[0] = True
             state.main_from_model[index] = False

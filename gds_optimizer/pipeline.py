@@ -75,6 +75,7 @@ class Pipeline:
         try:
             self._raise_tail_failure()
             while queue or reading:
+                self.pool.trace.poll()
                 self._read_ahead(queue, wanted, reading, reads, clock)
                 slot = reading.popleft()
                 from_disk = slot.state is SlotState.READING
@@ -114,11 +115,13 @@ class Pipeline:
             ranges = reads(bucket)
             if ranges:
                 self.store.check_unchanged(bucket)
+            start_s = time.perf_counter()
             for offset, nbytes in ranges:
                 slot.transfers.append(
                     self.store.files[bucket].read(slot.buffer[offset : offset + nbytes], offset)
                 )
                 clock.stats.read_bytes += nbytes
+            self._trace_start("read", slot, ranges, start_s)
 
     def _take_slot(
         self, bucket: int, wanted: set[int], *, must: bool, clock: PassClock
@@ -172,12 +175,18 @@ class Pipeline:
         self.unfinished_writes.add(slot.bucket)
         self.store.check_unchanged(slot.bucket)
         file = self.store.file_for_write(slot.bucket)
+        start_s = time.perf_counter()
         for offset, nbytes in ranges:
             slot.transfers.append(file.write(slot.buffer[offset : offset + nbytes], offset))
             clock.stats.written_bytes += nbytes
+        self._trace_start("write", slot, ranges, start_s)
         # Only now: a write of which a part was never started must not count as ended.
         slot.write_number = next(self.pool.write_numbers)
         slot.state = SlotState.WRITING
+
+    def _trace_start(self, lane: str, slot: Slot, ranges: Ranges, start_s: float) -> None:
+        nbytes = sum(nbytes for _, nbytes in ranges)
+        self.pool.trace.started(lane, slot.bucket, slot.transfers, nbytes, start_s)
 
     def _finish(self, slot: Slot, deadline_s: float | None = None) -> None:
         """Wait for everything in flight on `slot`; the first failure is raised when all ended.
@@ -190,6 +199,7 @@ class Pipeline:
         left_s = limit_s
         failure: GdsOptimizerError | None = None
         for transfer in slot.transfers:
+            left_s = self.pool.trace.wait(transfer, left_s)
             try:
                 transfer.wait(left_s)
             except GdsOptimizerError as error:

@@ -77,10 +77,12 @@ class StepPass:
     def visit(self, index: int, slot: Slot, from_disk: bool) -> Ranges:
         """Step what is in a slot, give the model its new values and seal the bucket."""
         buckets, bucket = self.buckets, self.plan.layout.buckets[index]
-        check = buckets.expect(index, slot, buckets.needed(index)) if from_disk else None
-        if check is not None and not slot.buffer.is_cuda:
-            check()  # nothing to overlap with: refuse bad bytes before anything is computed
-        planes = buckets.current_planes(index, slot)
+        trace = self.pool.trace
+        with trace.visit_span("decode", index):
+            check = buckets.expect(index, slot, buckets.needed(index)) if from_disk else None
+            if check is not None and not slot.buffer.is_cuda:
+                check()  # nothing to overlap with: refuse bad bytes before anything is computed
+            planes = buckets.current_planes(index, slot)
 
         active = [piece for piece in buckets.pieces[index] if piece.binding in self._grads]
         steps = []
@@ -92,18 +94,19 @@ class StepPass:
             piece.tensor.grad = self._grads[piece.binding][piece.shard_slice]
             state = self.scalars.state_for(piece, planes)
             steps.append((self._groups[id(binding.main)], piece.tensor, state))
-        results = self.stepper.run(steps) if steps else []
+        with trace.visit_span("compute", index):
+            results = self.stepper.run(steps) if steps else []
         for piece, state in zip(active, results, strict=True):
             piece.tensor.grad = None
             kept = self.scalars.take_state(piece, state, planes)
             if state:
                 self._new_scalars.setdefault(piece.binding, kept)
-        if MAIN_PLANE in planes:
-            buckets.copy_main_to_model(index, planes[MAIN_PLANE])
-        buckets.encode(index, slot, planes, active, step=self.rounding_step)
-
         written = BucketRecord(self.step, [True] * len(bucket.planes))
-        buckets.seal(index, slot, written)
+        with trace.visit_span("write back", index):
+            if MAIN_PLANE in planes:
+                buckets.copy_main_to_model(index, planes[MAIN_PLANE])
+            buckets.encode(index, slot, planes, active, step=self.rounding_step)
+            buckets.seal(index, slot, written)
         self.pool.synchronize_compute()
         if check is not None:
             check()
