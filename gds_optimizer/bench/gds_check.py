@@ -1,7 +1,8 @@
 """Proves or disproves the direct path on this node: `python -m gds_optimizer.bench.gds_check DIR`.
 
 Proven means: the probe's strict round trip worked in every directory, the benchmark ran by
-GPUDirect Storage, and cuFile's own counters show peer-to-peer or nvidia-fs operations and none by POSIX.
+GPUDirect Storage, and cuFile's own counters show peer-to-peer or nvidia-fs operations and none by
+POSIX.
 """
 
 from __future__ import annotations
