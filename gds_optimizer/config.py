@@ -99,6 +99,8 @@ class StreamConfig:
         main: how main parameters are kept between steps; lossless in every case. `remainder`
             stores the 16 bits that a bf16 model parameter lacks and refuses other parameters;
             `auto` does so where the model's parameter is bf16, and stores fp32 elsewhere.
+        trace: a file for a timeline of the passes, in Chrome's trace format; None for none. With
+            several ranks, each puts its number into the name, in place of `{rank}` if it is there.
     """
 
     directories: tuple[Path, ...]
@@ -118,6 +120,7 @@ class StreamConfig:
     host_budget: int | str = 0
     main: str = "fp32"
     directory_weights: tuple[float, ...] = ()
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         directories: Any = self.directories
@@ -187,6 +190,10 @@ class StreamConfig:
                 f"io_timeout_s is {timeout_s!r}, wanted seconds, more than 0 and at most "
                 f"{_MAX_TIMEOUT_S}"
             )
+        if self.trace is not None:
+            if not isinstance(self.trace, str | Path) or not str(self.trace):
+                raise ConfigError(f"trace is {self.trace!r}, wanted the path of a file, or None")
+            object.__setattr__(self, "trace", Path(self.trace).absolute())
         for name in ("allow_tmpfs", "async_save"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, wanted True or False")
@@ -340,6 +347,7 @@ _FLAGS = (
         metavar="W",
         word="dir_weights",
     ),
+    _Flag("trace", "A file for a timeline of the steps, for Chrome or Perfetto.", type=Path),
 )
 
 

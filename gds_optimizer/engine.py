@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -193,13 +194,16 @@ class Engine:
         with self.exclusive(what, is_pass=True):
             self.take_files_back()
             self._check_slots()
-            clock = PassClock(str(self.pool.backend.io_path))
+            clock = PassClock(str(self.pool.backend.io_path), self.pool.trace)
+            self.pool.trace.begin_pass(what)
             try:
                 with torch.no_grad(), self.pool.computing():
                     yield clock
             except BaseException as error:  # noqa: BLE001 - `_fail` raises it, or what it caused
+                self.pool.trace.end_pass({"failed": str(error)})
                 self._fail(what, error)
             self.last_stats = clock.finish()
+            self.pool.trace.end_pass(asdict(self.last_stats))
             if self.last_stats.read_bytes or self.last_stats.written_bytes:
                 self._check_ways()
 
@@ -318,26 +322,28 @@ class Engine:
 
     def _visit_initial(self, index: int, slot: Slot, from_disk: bool) -> Ranges:
         buckets, record = self._buckets, self._buckets.records[index]
-        planes = buckets.planes(self.layout.buckets[index], slot)
-        for number, (name, values) in enumerate(planes.items()):
-            if name == MAIN_PLANE:
-                buckets.fill_main_from_model(index, values)
-                record.written[number] = True
-            for piece in buckets.pieces[index]:
-                source = (self.plan.bindings[piece.binding].initial or {}).get(name)
-                if source is None:
-                    continue
-                if not record.written[number]:
-                    values.zero_()
+        with self.pool.trace.visit_span("compute", index):
+            planes = buckets.planes(self.layout.buckets[index], slot)
+            for number, (name, values) in enumerate(planes.items()):
+                if name == MAIN_PLANE:
+                    buckets.fill_main_from_model(index, values)
                     record.written[number] = True
-                values[piece.bucket_slice].copy_(source[piece.shard_slice])
-        record.step = self.steps
-        if record.is_blank:
-            return ()
-        buckets.encode_initial(index, slot, planes)
-        if index in buckets.halves.buckets:
-            buckets.halves.keep(index, planes[MAIN_PLANE])
-        buckets.seal(index, slot, record)
+                for piece in buckets.pieces[index]:
+                    source = (self.plan.bindings[piece.binding].initial or {}).get(name)
+                    if source is None:
+                        continue
+                    if not record.written[number]:
+                        values.zero_()
+                        record.written[number] = True
+                    values[piece.bucket_slice].copy_(source[piece.shard_slice])
+            record.step = self.steps
+            if record.is_blank:
+                return ()
+        with self.pool.trace.visit_span("write back", index):
+            buckets.encode_initial(index, slot, planes)
+            if index in buckets.halves.buckets:
+                buckets.halves.keep(index, planes[MAIN_PLANE])
+            buckets.seal(index, slot, record)
         self.pool.synchronize_compute()
         return buckets.written_ranges(index)
 
@@ -393,12 +399,13 @@ class Engine:
             if from_disk:
                 state.expect(index, slot, planes_to_read(index))()
             main = state.planes(self.layout.buckets[index], slot)[MAIN_PLANE]
-            if read_main and 0 not in state.needed(index):
-                state.fill_main_from_model(index, main)
-            elif read_main and index in state.halves.buckets:
-                state.decode_main(index, slot, main)
-            if not fill(index, main):
-                return ()
+            with self.pool.trace.visit_span("compute", index):
+                if read_main and 0 not in state.needed(index):
+                    state.fill_main_from_model(index, main)
+                elif read_main and index in state.halves.buckets:
+                    state.decode_main(index, slot, main)
+                if not fill(index, main):
+                    return ()
             blank = record.is_blank
             state.put_main(index, slot, main)
             if blank:

@@ -123,6 +123,7 @@ class Pipeline:
                 self._read_ahead(queues, reading, reads, clock, may_wait=False)
                 self._visit_resident(resident, visit, visit_resident, clock)
             while queues.wanted or reading:
+                self.pool.trace.poll()
                 self._read_ahead(queues, reading, reads, clock)
                 with clock.phase("read_wait"):
                     slot = self._next_read(reading, queues)
@@ -207,6 +208,7 @@ class Pipeline:
             ranges = reads(bucket)
             if ranges:
                 self.store.check_unchanged(bucket)
+            start_s = time.perf_counter()
             for offset, nbytes in ranges:
                 slot.transfers.append(
                     self.store.files[bucket].read(slot.buffer[offset : offset + nbytes], offset)
@@ -215,6 +217,7 @@ class Pipeline:
                     clock.stats.host_read_bytes += nbytes
                 else:
                     clock.stats.read_bytes += nbytes
+            self._trace_start("read", slot, ranges, start_s)
 
     def _queue_to_serve(self, queues: _Queues) -> deque[int]:
         """The queue whose first bucket gets the next slot; one of them has some."""
@@ -349,15 +352,21 @@ class Pipeline:
         self.unfinished_writes.add(slot.bucket)
         self.store.check_unchanged(slot.bucket)
         file = self.store.file_for_write(slot.bucket)
+        start_s = time.perf_counter()
         for offset, nbytes in ranges:
             slot.transfers.append(file.write(slot.buffer[offset : offset + nbytes], offset))
             if isinstance(file, MemoryFile):
                 clock.stats.host_written_bytes += nbytes
             else:
                 clock.stats.written_bytes += nbytes
+        self._trace_start("write", slot, ranges, start_s)
         # Only now: a write of which a part was never started must not count as ended.
         slot.write_number = next(self.pool.write_numbers)
         slot.state = SlotState.WRITING
+
+    def _trace_start(self, lane: str, slot: Slot, ranges: Ranges, start_s: float) -> None:
+        nbytes = sum(nbytes for _, nbytes in ranges)
+        self.pool.trace.started(lane, slot.bucket, slot.transfers, nbytes, start_s)
 
     def _finish(self, slot: Slot, deadline_s: float | None = None) -> None:
         """Wait for everything in flight on `slot`; the first failure is raised when all ended.
@@ -370,6 +379,7 @@ class Pipeline:
         left_s = limit_s
         failure: GdsOptimizerError | None = None
         for transfer in slot.transfers:
+            left_s = self.pool.trace.wait(transfer, left_s)
             try:
                 transfer.wait(left_s)
             except GdsOptimizerError as error:

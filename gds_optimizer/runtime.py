@@ -13,13 +13,14 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.drive_speeds import directory_speeds, several_drives
 from gds_optimizer.engine import Engine
-from gds_optimizer.errors import GdsOptimizerError
+from gds_optimizer.errors import ConfigError, GdsOptimizerError
 from gds_optimizer.homes import Home
 from gds_optimizer.io import IoBackend, make_backend
 from gds_optimizer.plan import Binding, EnginePlan, plan_engine
@@ -28,6 +29,7 @@ from gds_optimizer.self_check import check_optimizer
 from gds_optimizer.slots import SlotPool
 from gds_optimizer.store import Store
 from gds_optimizer.tiers import Tiers, budget_hint
+from gds_optimizer.tracing import Tracer, trace_path
 from gds_optimizer.written_out import lend_device_memory, take_device_memory
 
 logger = logging.getLogger(__name__)
@@ -117,6 +119,8 @@ class Runtime:
             undo.callback(pool.close)
             undo.callback(tiers.close)
             tiers.allocate(pool, rank)
+            if config.trace is not None:
+                pool.trace = _tracer(config.trace, rank, device)
             runtime = cls(config, report, backend, pool)
             # Before the engines' own: at exit, the newest finalizer runs first.
             weakref.finalize(runtime, _close_shared, pool, backend, os.getpid())
@@ -239,6 +243,19 @@ class Runtime:
         finally:
             if not self.engines:
                 _close_shared(self.pool, self.backend, self._pid)
+
+
+def _tracer(path: Path, rank: int, device: torch.device) -> Tracer:
+    path = trace_path(path, rank)
+    try:
+        tracer = Tracer(path, rank=rank, device=device)
+    except OSError as error:
+        raise ConfigError(
+            f"trace: {path} cannot be written ({error.strerror}): name a file in an existing "
+            "directory"
+        ) from error
+    logger.info("rank %d: a timeline goes to %s", rank, path)
+    return tracer
 
 
 def _close_after_failure(engine: Engine) -> None:

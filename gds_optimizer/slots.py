@@ -28,6 +28,7 @@ import torch
 from gds_optimizer.errors import ConfigError
 from gds_optimizer.io import IoBackend, Transfer, allocate_host_buffer
 from gds_optimizer.layout import PAGE_BYTES, align_up
+from gds_optimizer.tracing import NO_TRACE, NoTrace
 
 
 class SlotState(Enum):
@@ -141,6 +142,7 @@ class SlotPool:
         self.slots: list[Slot] = []
         self._closed = False
         self.is_suspended = False
+        self.trace: NoTrace = NO_TRACE  # of what all pipelines do with these slots
         self.usage = Usage()
         self.write_numbers = itertools.count(1)
         self.compute_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -274,4 +276,5 @@ class SlotPool:
     def close(self) -> None:
         """Free the buffers for good. No transfer may be in flight. May be called again."""
         self._closed = True
+        self.trace.close()
         self.suspend()

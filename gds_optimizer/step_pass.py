@@ -85,18 +85,20 @@ class StepPass:
     def visit(self, index: int, slot: Slot, from_disk: bool) -> Ranges:
         """Step what is in a slot, give the model its new values and seal the bucket."""
         buckets, bucket = self.buckets, self.plan.layout.buckets[index]
-        check = buckets.expect(index, slot, buckets.needed(index)) if from_disk else None
-        if check is not None and not slot.buffer.is_cuda:
-            check()  # nothing to overlap with: refuse bad bytes before anything is computed
-        planes = buckets.current_planes(index, slot)
+        trace = self.pool.trace
+        with trace.visit_span("decode", index):
+            check = buckets.expect(index, slot, buckets.needed(index)) if from_disk else None
+            if check is not None and not slot.buffer.is_cuda:
+                check()  # nothing to overlap with: refuse bad bytes before anything is computed
+            planes = buckets.current_planes(index, slot)
 
         (active,) = self._step_pieces([(index, planes)])
-        if MAIN_PLANE in planes:
-            buckets.copy_main_to_model(index, planes[MAIN_PLANE])
-        buckets.encode(index, slot, planes, active, step=self.rounding_step)
-
         written = BucketRecord(self.step, [True] * len(bucket.planes))
-        buckets.seal(index, slot, written)
+        with trace.visit_span("write back", index):
+            if MAIN_PLANE in planes:
+                buckets.copy_main_to_model(index, planes[MAIN_PLANE])
+            buckets.encode(index, slot, planes, active, step=self.rounding_step)
+            buckets.seal(index, slot, written)
         if index not in buckets.store.in_memory:
             self.pool.synchronize_compute()  # copies to host memory wait for kernels themselves
         if check is not None:
@@ -172,7 +174,8 @@ class StepPass:
                 state = self.scalars.state_for(first.binding, run.bucket_slice, planes)
                 steps.append((self._groups[id(binding.main)], run.tensor, state))
                 places.append((run, planes))
-        results = self.stepper.run(steps) if steps else []
+        with self.pool.trace.visit_span("compute", held[0][0]):
+            results = self.stepper.run(steps) if steps else []
         for (run, planes), state in zip(places, results, strict=True):
             run.tensor.grad = None
             first = run.pieces[0]

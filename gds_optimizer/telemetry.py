@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from gds_optimizer.tracing import NO_TRACE, NoTrace
+
 PHASES = ("read_wait", "compute", "write_wait", "other")
 
 
@@ -60,8 +62,9 @@ class PassStats:
 class PassClock:
     """Accumulates a `PassStats`: whatever no `phase` covers counts as "other"."""
 
-    def __init__(self, io_path: str) -> None:
+    def __init__(self, io_path: str, trace: NoTrace = NO_TRACE) -> None:
         self.stats = PassStats(io_path)
+        self.trace = trace
         self._start = time.perf_counter()
 
     @contextmanager
@@ -69,7 +72,11 @@ class PassClock:
         """Attribute the time inside to `name`. Phases must not nest."""
         start = time.perf_counter()
         try:
-            yield
+            if name.endswith("_wait"):
+                with self.trace.span("wait", name):
+                    yield
+            else:
+                yield
         finally:
             self.stats.phases_s[name] += time.perf_counter() - start
 

@@ -1,7 +1,8 @@
 """What the drives give: a plain loop of direct reads and writes that knows nothing of the engine.
 
-Host memory, O_DIRECT, a few threads; the best of a small grid of request sizes and thread counts.
-It shares no code with what is measured against it.
+Host memory, O_DIRECT, a few threads; the best of a small grid of request sizes and thread counts,
+over files as large as the state where there is room. It shares no code with what is measured
+against it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from pathlib import Path
 
 PAGE_BYTES = 4096
 TASK_BYTES = (4 * 2**20, 16 * 2**20)
-THREADS = (8, 16)
+THREADS = (8, 16, 32)
 HALF_DUPLEX_FACTOR = 1.15
 _FILE_BYTES = 64 * 2**20
+_KEPT_POINTS = 2
+_SAME_SHARE = 0.02
 
 
 @dataclass(slots=True)
@@ -30,15 +33,26 @@ class Limit:
     Attributes:
         first_write: first write of freshly allocated files.
         read, write: one kind alone.
-        mixed: as many bytes read as written at the same time, both counted.
+        mixed: reads and writes at the same time, both counted.
+        read_share: which part of the mixed bytes was read; the rest was written.
         best: the request size and the number of threads that gave `mixed`.
+        file_bytes, point_bytes: of all files, and of those that one measurement goes over; it goes
+            on where the last one stopped, so that nothing is met again soon.
+        sustained_bytes: written in one go before anything was measured.
+        task_bytes, threads: the grid.
     """
 
     first_write: float = 0.0
     read: float = 0.0
     write: float = 0.0
     mixed: float = 0.0
+    read_share: float = 0.5
     best: dict[str, int] = field(default_factory=dict)
+    file_bytes: int = 0
+    point_bytes: int = 0
+    sustained_bytes: int = 0
+    task_bytes: tuple[int, ...] = TASK_BYTES
+    threads: tuple[int, ...] = THREADS
 
     @property
     def is_half_duplex(self) -> bool:
@@ -56,63 +70,108 @@ class LimitFiles:
     Args:
         directories: files are spread over them in turn.
         nbytes: of all files together; rounded up to whole files of 64 MiB.
+        point_bytes: of what one measurement moves; all of it by default.
+        threads: numbers of threads to try.
     """
 
-    def __init__(self, directories: Sequence[Path], nbytes: int) -> None:
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        nbytes: int,
+        *,
+        point_bytes: int | None = None,
+        threads: Sequence[int] = THREADS,
+    ) -> None:
         count = max(len(directories), -(-nbytes // _FILE_BYTES))
         self.paths = [
             directories[i % len(directories)] / f"gds-optimizer-limit-{os.getpid()}-{i:05d}.bin"
             for i in range(count)
         ]
         self.nbytes = count * _FILE_BYTES
-        self.limit = Limit()
+        self._window = min(count, max(len(directories), -(-(point_bytes or nbytes) // _FILE_BYTES)))
+        self._next = 0
+        self._grid = [(task, count) for task in TASK_BYTES for count in threads]
+        self._best: dict[str, list[tuple[float, tuple[int, int]]]] = {}
+        self.limit = Limit(
+            file_bytes=self.nbytes, point_bytes=self._window * _FILE_BYTES, threads=tuple(threads)
+        )
         self._local = threading.local()
 
     def __enter__(self) -> LimitFiles:
         for directory in {path.parent for path in self.paths}:
             _remove_those_of_the_dead(directory)
         try:
-            self._allocate()
+            self._allocate(self.paths)
         except BaseException:
-            self._remove()
+            self._remove(self.paths)
             raise
         return self
 
     def __exit__(self, *unused: object) -> None:
-        self._remove()
+        self._remove(self.paths)
 
-    def _allocate(self) -> None:
-        for path in self.paths:
+    def _allocate(self, paths: Sequence[Path]) -> None:
+        for path in paths:
             fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
             try:
                 os.posix_fallocate(fd, 0, _FILE_BYTES)
             finally:
                 os.close(fd)
 
-    def _remove(self) -> None:
-        for path in self.paths:
+    def _remove(self, paths: Sequence[Path]) -> None:
+        for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 
     def measure_first_write(self, *, fresh: bool = True) -> None:
-        """Write every file once; `fresh` gives them new blocks first."""
+        """Write every file once, or, `fresh`, one measurement's files, which get new blocks."""
+        paths = self._take() if fresh else self.paths
         if fresh:
-            self._remove()
-            self._allocate()
-        rate = self._rate("write", TASK_BYTES[-1], THREADS[-1])
+            self._remove(paths)
+            self._allocate(paths)
+        rate = self._rate("write", TASK_BYTES[-1], THREADS[1], paths)
         self.limit.first_write = max(self.limit.first_write, rate)
 
-    def measure(self) -> Limit:
-        """One round over the grid; keeps the best of all rounds."""
-        for task_bytes in TASK_BYTES:
-            for threads in THREADS:
-                for kind in ("read", "write", "mixed"):
-                    rate = self._rate(kind, task_bytes, threads)
-                    if rate > getattr(self.limit, kind):
-                        setattr(self.limit, kind, rate)
-                        if kind == "mixed":
-                            self.limit.best = {"task_bytes": task_bytes, "threads": threads}
+    def write_first(self, nbytes: int) -> None:
+        """Write at least so many bytes, so that a drive's fast cache is full."""
+        written_bytes = 0
+        while written_bytes < nbytes:
+            paths = self._take()
+            self._rate("write", TASK_BYTES[-1], THREADS[1], paths)
+            written_bytes += len(paths) * _FILE_BYTES
+        self.limit.sustained_bytes += written_bytes
+
+    def measure(self, read_share: float | None = None) -> Limit:
+        """One round; keeps the best of all rounds.
+
+        The first round goes over the whole grid of request sizes and numbers of threads, later ones
+        over the points that did best.
+
+        Args:
+            read_share: which part of the mixed bytes is to be read; as before by default. Another
+                one than before starts the mixed rate anew.
+        """
+        if read_share is not None and abs(read_share - self.limit.read_share) > _SAME_SHARE:
+            self.limit.read_share, self.limit.mixed = read_share, 0.0
+            self._best.pop("mixed", None)
+        for kind in ("read", "write", "mixed"):
+            tried = self._best.get(kind)
+            points = [point for _, point in tried[:_KEPT_POINTS]] if tried else self._grid
+            found = [(self._rate(kind, *point, self._take()), point) for point in points]
+            self._best[kind] = sorted(tried or found, reverse=True)
+            rate, (task_bytes, threads) = max(found)
+            if rate > getattr(self.limit, kind):
+                setattr(self.limit, kind, rate)
+                if kind == "mixed":
+                    self.limit.best = {"task_bytes": task_bytes, "threads": threads}
         return self.limit
+
+    def _take(self) -> list[Path]:
+        """The files of the next measurement."""
+        count = len(self.paths)
+        chosen = [self.paths[(self._next + i) % count] for i in range(self._window)]
+        self._next = (self._next + self._window) % count
+        return chosen
 
     def _buffer(self, task_bytes: int) -> memoryview:
         """A page-aligned buffer of this thread, full of something that does not compress."""
@@ -125,19 +184,20 @@ class LimitFiles:
             self._local.buffer = held
         return memoryview(held)[:task_bytes]
 
-    def _rate(self, kind: str, task_bytes: int, threads: int) -> float:
-        """Bytes a second, / 10⁹, of going over all files once."""
-        with _opened(self.paths) as fds, ThreadPoolExecutor(threads) as pool:
+    def _rate(self, kind: str, task_bytes: int, threads: int, paths: Sequence[Path]) -> float:
+        """Bytes a second, / 10⁹, of going over these files once."""
+        share = {"read": 1.0, "write": 0.0}.get(kind, self.limit.read_share)
+        with _opened(paths) as fds, ThreadPoolExecutor(threads) as pool:
+            places = [(fd, start) for fd in fds for start in range(0, _FILE_BYTES, task_bytes)]
             tasks = [
-                (fd, start, (number + start // task_bytes) % 2 == 0)
-                for number, fd in enumerate(fds)
-                for start in range(0, _FILE_BYTES, task_bytes)
+                (*place, int((number + 1) * share) > int(number * share))
+                for number, place in enumerate(places)
             ]
 
             def move(task: tuple[int, int, bool]) -> None:
-                fd, start, even = task
+                fd, start, is_read = task
                 buffer = self._buffer(task_bytes)
-                if kind == "read" or (kind == "mixed" and even):
+                if is_read:
                     moved = os.preadv(fd, [buffer], start)
                 else:
                     moved = os.pwritev(fd, [buffer], start)
@@ -148,7 +208,7 @@ class LimitFiles:
             list(pool.map(lambda _: (self._buffer(task_bytes), barrier.wait()), range(threads)))
             began = time.perf_counter()
             list(pool.map(move, tasks))
-            return self.nbytes / (time.perf_counter() - began) / 1e9
+            return len(paths) * _FILE_BYTES / (time.perf_counter() - began) / 1e9
 
 
 @contextlib.contextmanager

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gds_optimizer.bench.limit import Limit, LimitFiles
+from gds_optimizer.bench.limit import THREADS, Limit, LimitFiles
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import ConfigError, NoSpaceError
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.plan import Binding
+from gds_optimizer.probing.cufile_stats import operations_by_path
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
 from gds_optimizer.store import free_bytes
@@ -22,6 +24,7 @@ from gds_optimizer.telemetry import PHASES, PassClock, PassStats
 
 _SHARD_NUMEL = 2**24
 _LIMIT_BYTES = 4 * 2**30
+_MAX_THREADS = 128
 
 
 @dataclass(slots=True)
@@ -38,6 +41,22 @@ class BenchResult:
     initialize_s: float
     steps: list[PassStats] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
+    ranks: int = 1
+    rank_medians_s: list[float] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)
+    cufile_operations: dict[str, int] | None = None
+
+    @property
+    def median_s(self) -> float:
+        """Seconds of a step; with several ranks, of the slowest one in each step."""
+        return statistics.median(self.steps_s)
+
+    @property
+    def rank_spread(self) -> float | None:
+        """The slowest rank's median step time over the fastest one's; None for one rank."""
+        if len(self.rank_medians_s) < 2:
+            return None
+        return max(self.rank_medians_s) / min(self.rank_medians_s)
 
     @property
     def moved_bytes(self) -> float:
@@ -81,6 +100,14 @@ class BenchResult:
                 "write_gbps": self.limit.write,
                 "mixed_gbps": self.limit.mixed,
                 "best": self.limit.best,
+                "read_share": self.limit.read_share,
+                "grid": {
+                    "task_bytes": list(self.limit.task_bytes),
+                    "threads": list(self.limit.threads),
+                },
+                "file_bytes": self.limit.file_bytes,
+                "point_bytes": self.limit.point_bytes,
+                "sustained_bytes": self.limit.sustained_bytes,
             },
             "initialize": {
                 "seconds": self.initialize_s,
@@ -102,6 +129,10 @@ class BenchResult:
             },
             "device_buckets": max(s.device_buckets for s in self.steps),
             "ratio_to_limit": self.ratio_to_limit,
+            "ranks": self.ranks,
+            "rank_spread": self.rank_spread,
+            "counters": self.counters,
+            "cufile_operations": self.cufile_operations,
         }
 
     def to_text(self) -> str:
@@ -140,9 +171,45 @@ class BenchResult:
             f"step        {step_s:.2f} s (median of {len(self.steps_s)}, {min(self.steps_s):.2f} "
             f"to {max(self.steps_s):.2f}), {self.moved_bytes / step_s / 1e9:.2f} GB/s\n"
             f"of which    {phases}\n"
-            f"{in_memory}"
+            f"{in_memory}{self._ranks_text()}{self._limit_text()}\n"
             f"{verdict}; "
-            f"7 billion parameters a rank would take {7e9 / self.numel * step_s:.0f} s."
+            f"7 billion parameters a rank would take {7e9 / self.numel * step_s:.0f} s. "
+            f"{self._advice()}"
+        )
+
+    def _ranks_text(self) -> str:
+        if self.rank_spread is None:
+            return ""
+        return (
+            f"ranks       {self.ranks}, each {self.numel / 1e9:.3f} billion parameters; times are "
+            f"the slowest's, {self.rank_spread:.2f} times the fastest's\n"
+        )
+
+    def _limit_text(self) -> str:
+        limit = self.limit
+        how = (
+            f"limit       direct I/O past the page cache, {limit.point_bytes / 1e9:.2f} GB a "
+            f"measurement out of {limit.file_bytes / 1e9:.2f} GB of files; both at once: "
+            f"{limit.read_share:.0%} read"
+        )
+        if limit.sustained_bytes:
+            return f"{how}; {limit.sustained_bytes / 1e9:.0f} GB were written before"
+        return f"{how}; consumer drives may write slower for long (--sustained BYTES tells)"
+
+    def _advice(self) -> str:
+        """Whether the drives or something else set the pace."""
+        waits_s = statistics.median(
+            s.phases_s["read_wait"] + s.phases_s["write_wait"] for s in self.steps
+        )
+        if waits_s > self.median_s / 2:
+            return (
+                "It mostly waits for the drives: more or faster ones (--dir for each) or fewer "
+                "bytes (--moment-dtype) make it shorter. They are fast enough for you if a step of "
+                "your training takes several times as long."
+            )
+        return (
+            "It waits for the drives less than half of the time: they are fast enough for what "
+            "computes here."
         )
 
 
@@ -202,61 +269,141 @@ def run_bench(
     device: torch.device,
     limit_bytes: int = _LIMIT_BYTES,
     progress: Callable[[str], None] = lambda line: None,
+    team: Team | None = None,
+    sustained_bytes: int = 0,
 ) -> BenchResult:
     """Measure the drives, the first writing and some steps, in turn.
 
     Args:
         config: directories, path, slots and so on.
-        numel: parameters; their state takes up to 12 bytes each in the directories.
+        numel: parameters of this rank; their state takes up to 12 bytes each in the directories.
         steps: how many to time, at least 1; one before them is not counted.
         device: where parameters and slots are.
-        limit_bytes: of the files over which the drives are measured.
+        limit_bytes: that one measurement of the drives moves.
         progress: gets a line now and then.
+        team: the ranks that do this at the same time; by default this process is alone.
+        sustained_bytes: to be written before the drives are measured.
+
+    Returns:
+        With several ranks: in each step the times of the slowest, and the bytes of all together.
+        The drives are measured by rank 0 alone, over all directories at once, while the others
+        wait: what is asked for is what the drives give to whoever asks, and one process of plain
+        direct I/O reaches that, with as many requests in flight as all ranks have.
 
     Raises:
         GdsOptimizerError: setting up or a step failed.
     """
-    limit_bytes = min(limit_bytes, 12 * numel)
+    team = team or Team()
+    state_bytes = 12 * numel * team.size
+    limit_bytes = min(limit_bytes, state_bytes)
     host_bytes = config.host_budget if isinstance(config.host_budget, int) else 0
-    on_drives = max(12 * numel - config.hbm_budget - host_bytes, 0)
+    on_drives = max(state_bytes - (config.hbm_budget + host_bytes) * team.size, 0)
     check_room(config.directories, on_drives + limit_bytes, "the benchmark")
+    spare_bytes = free_bytes(*config.directories) - on_drives - on_drives // 50
+    file_bytes = max(limit_bytes, min(state_bytes, spare_bytes))
     optimizer, bindings = synthetic_optimizer(numel, device)
     grads = torch.randn(min(numel, _SHARD_NUMEL), device=device) * 0.01
-    with LimitFiles(config.directories, limit_bytes) as files:
-        files.measure_first_write(fresh=False)
-        progress(f"first write {files.limit.first_write:.2f} GB/s")
+    threads = sorted({*THREADS, min(config.io_threads * team.size, _MAX_THREADS)})
+    with contextlib.ExitStack() as stack:
+        files = None
+        if team.rank == 0:
+            files = stack.enter_context(
+                LimitFiles(config.directories, file_bytes, point_bytes=limit_bytes, threads=threads)
+            )
+            files.measure_first_write(fresh=False)
+            progress(f"first write {files.limit.first_write:.2f} GB/s")
+            files.write_first(sustained_bytes)
+        team.barrier()
         runtime = Runtime.build(
-            [Part(optimizer, bindings, "bench")], config, device=device, rank=0, eager=False
+            [Part(optimizer, bindings, "bench")],
+            config,
+            device=device,
+            rank=team.rank,
+            eager=False,
         )
         engine = runtime.engines[0]
-        try:
-            uninstall = install_step(optimizer, engine.step)
-            _, initialize_s = timed(engine.initialize, engine.drain)
+        stack.callback(runtime.close_engine, engine)
+        stack.callback(install_step(optimizer, engine.step))
+        started = operations_by_path()
+        team.barrier()
+        _, initialize_s = timed(engine.initialize, engine.drain)
+        initialize, initialize_s, _ = _together(team, engine.last_stats, initialize_s)
+        if files is not None:
             files.measure_first_write()
-            result = BenchResult(
-                str(runtime.report.io_path),
-                str(device),
-                [str(directory) for directory in config.directories],
-                numel,
-                engine.layout.total_bytes,
-                files.limit,
-                engine.last_stats,
-                initialize_s,
-            )
-            for number in range(steps + 1):
-                for binding in bindings:
-                    binding.main.grad = grads[: binding.main.numel()]
-                _, seconds = timed(optimizer.step, engine.drain)
-                if number:
-                    result.steps.append(engine.last_stats)
-                    result.steps_s.append(seconds)
-                progress(f"step {number}: {seconds:.2f} s, {engine.last_stats.describe()}")
-                if number in (0, steps // 2 + 1):
-                    files.measure()
-            uninstall()
-        finally:
-            runtime.close_engine(engine)
+            files.measure()
+        result = BenchResult(
+            str(runtime.report.io_path),
+            str(device),
+            [str(directory) for directory in config.directories],
+            numel,
+            sum(team.gather(engine.layout.total_bytes)),
+            Limit() if files is None else files.limit,
+            initialize,
+            initialize_s,
+            ranks=team.size,
+        )
+        own_s = []
+        for number in range(steps + 1):
+            for binding in bindings:
+                binding.main.grad = grads[: binding.main.numel()]
+            team.barrier()
+            _, seconds = timed(optimizer.step, engine.drain)
+            stats, slowest_s, all_s = _together(team, engine.last_stats, seconds)
+            if number:
+                result.steps.append(stats)
+                result.steps_s.append(slowest_s)
+                own_s.append(all_s)
+            progress(f"step {number}: {slowest_s:.2f} s, {stats.describe()}")
+            if files is not None and number in (1, steps // 2 + 1, steps) and number:
+                moved = stats.read_bytes + stats.written_bytes
+                files.measure(stats.read_bytes / moved if moved else None)
+        result.rank_medians_s = [statistics.median(each) for each in zip(*own_s, strict=True)]
+        for counters in team.gather(runtime.backend.counters()):
+            _add(result.counters, counters)
+        ended = operations_by_path()
+        for counts in team.gather(ended and _difference(ended, started or {})):
+            if counts is not None:
+                result.cufile_operations = _add(result.cufile_operations or {}, counts)
+        team.barrier()  # nobody removes its files while another still measures
     return result
+
+
+class Team:
+    """The processes that run the benchmark together: by default, this one alone."""
+
+    rank = 0
+    size = 1
+
+    def barrier(self) -> None:
+        """Wait for all."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, by rank."""
+        return [value]
+
+
+def _together(team: Team, stats: PassStats, seconds: float) -> tuple[PassStats, float, list[float]]:
+    """Times of the slowest rank with the bytes of all; its seconds; everybody's seconds."""
+    everybody = team.gather((stats, seconds))
+    all_s = [each_s for _, each_s in everybody]
+    slowest, slowest_s = max(everybody, key=lambda each: each[1])
+    summed = replace(
+        slowest,
+        buckets=sum(each.buckets for each, _ in everybody),
+        read_bytes=sum(each.read_bytes for each, _ in everybody),
+        written_bytes=sum(each.written_bytes for each, _ in everybody),
+    )
+    return summed, slowest_s, all_s
+
+
+def _add(counts: dict[str, int], others: dict[str, int]) -> dict[str, int]:
+    for key, count in others.items():
+        counts[key] = counts.get(key, 0) + count
+    return counts
+
+
+def _difference(counts: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+    return {key: count - before.get(key, 0) for key, count in counts.items()}
 
 
 def timed(*actions: Callable[[], Any]) -> tuple[Any, float]:

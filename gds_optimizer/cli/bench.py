@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gds_optimizer.cli.probe import IO_CHOICES
 
 if TYPE_CHECKING:
+    from gds_optimizer.config import StreamConfig
+
     SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
 Time optimizer steps whose state is in the directories, and what the drives would allow at best: a
 loop of plain direct reads and writes that shares no code with the steps, run between them. Needs
-room for up to 12 bytes a parameter and at most 4 GiB more; leaves nothing behind.
+room for up to 12 bytes a parameter and at most 4 GiB more, uses as much again where there is room,
+and leaves nothing behind.
 """
 EPILOG = """\
 exit status: 0 measured; 2 wrong usage; 3 the path asked for is not to be had; 1 anything else.
@@ -37,7 +40,30 @@ def register(subparsers: SubParsers) -> None:
         "--numel", type=_count, default=2**30, help="parameters, e.g. 1.24e9 (default 2**30)"
     )
     parser.add_argument("--steps", type=_count, default=5, help="steps to time (default 5)")
-    parser.add_argument("--io", choices=IO_CHOICES, default="auto", help="path (default auto)")
+    parser.add_argument(
+        "--io",
+        type=_paths,
+        default="auto",
+        help="path (default auto); several, as in gds,posix, are run one after the other",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=_count,
+        default=1,
+        help="processes at a time, each with --numel parameters and a GPU if there is one",
+    )
+    parser.add_argument(
+        "--sustained",
+        metavar="BYTES",
+        default="0",
+        help="write this much, e.g. 300GB, before the drives are measured: what a consumer drive's "
+        "fast cache holds (default 0)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="at most 2**27 parameters and 1 GiB a measurement: a first impression",
+    )
     parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")
     parser.add_argument("--slots", type=_count, default=3, help="buckets in memory (default 3)")
     parser.add_argument("--bucket-size", default="192MiB", help="e.g. 96MiB (default 192MiB)")
@@ -71,13 +97,23 @@ def _count(text: str) -> int:
     return int(value)
 
 
+def _paths(text: str) -> str:
+    for name in text.split(","):
+        if name not in IO_CHOICES:
+            raise argparse.ArgumentTypeError(
+                f"wanted {', '.join(IO_CHOICES)}, or several with commas, got {name!r}"
+            )
+    return text
+
+
 def run(arguments: argparse.Namespace) -> int:
     from gds_optimizer.bench.steps import device_named, run_bench
-    from gds_optimizer.config import StreamConfig
+    from gds_optimizer.config import StreamConfig, parse_size
 
+    paths = arguments.io.split(",")
     config = StreamConfig(
         directories=tuple(arguments.directories),
-        io=arguments.io,
+        io=paths[0],
         bucket_size=arguments.bucket_size,
         slots=arguments.slots,
         moment_dtype=arguments.moment_dtype,
@@ -87,12 +123,61 @@ def run(arguments: argparse.Namespace) -> int:
         main=arguments.main,
         allow_tmpfs=arguments.allow_tmpfs,
     )
+    numel = arguments.numel
+    options: dict[str, Any] = {"sustained_bytes": parse_size(arguments.sustained)}
+    if arguments.quick:
+        numel, options["limit_bytes"] = min(numel, 2**27), 2**30
+    if len(paths) > 1 or arguments.ranks > 1:
+        return _run_in_processes(arguments, config, paths, numel, options)
     result = run_bench(
         config,
-        numel=arguments.numel,
+        numel=numel,
         steps=arguments.steps,
         device=device_named(arguments.device),
         progress=lambda line: print(line, file=sys.stderr, flush=True),
+        **options,
     )
     print(json.dumps(result.to_dict(), indent=1) if arguments.json else result.to_text())
+    return 0
+
+
+def _run_in_processes(
+    arguments: argparse.Namespace,
+    config: StreamConfig,
+    paths: list[str],
+    numel: int,
+    options: dict[str, Any],
+) -> int:
+    """Several ranks, or several paths, or both.
+
+    Raises:
+        IoPathError: none of the paths is to be had; why has been printed.
+    """
+    from gds_optimizer.bench.ranks import Settings, paths_to_text, run_in_processes, run_paths
+    from gds_optimizer.errors import IoPathError
+
+    settings = Settings(
+        config=config,
+        numel=numel,
+        steps=arguments.steps,
+        device=arguments.device,
+        ranks=arguments.ranks,
+        options=options,
+    )
+    if len(paths) == 1:
+        result = run_in_processes(settings)
+        print(json.dumps(result.to_dict(), indent=1) if arguments.json else result.to_text())
+        return 0
+    found = run_paths(settings, paths)
+    if arguments.json:
+        document = {
+            path: {"not_available": each} if isinstance(each, str) else each.to_dict()
+            for path, each in found.items()
+        }
+        print(json.dumps({"paths": document}, indent=1))
+    else:
+        print(paths_to_text(found))
+    sys.stdout.flush()
+    if all(isinstance(each, str) for each in found.values()):
+        raise IoPathError(f"none of the paths {', '.join(paths)} is to be had here")
     return 0

@@ -63,7 +63,15 @@ def test_the_json_has_the_documented_keys(result):
         "write_gbps",
         "mixed_gbps",
         "best",
+        "read_share",
+        "grid",
+        "file_bytes",
+        "point_bytes",
+        "sustained_bytes",
     }
+    assert data["ranks"] == 1
+    assert data["rank_spread"] is None
+    assert data["counters"]["host.write"] > 0
     assert {"median_s", "min_s", "max_s", "read_wait_s", "compute_s", "write_wait_s"} <= set(
         data["step"]
     )
@@ -190,3 +198,85 @@ def test_drives_that_take_turns_are_told(result, read, write, mixed, half_duplex
     assert limit.is_half_duplex is half_duplex
     shown = dataclasses.replace(result[0], limit=dataclasses.replace(limit, first_write=1.0))
     assert ("half-duplex" in shown.to_text()) is half_duplex
+
+
+def test_the_mixed_rate_reads_the_share_that_it_is_told(tmp_path, monkeypatch):
+    moved = {"read": 0, "write": 0}
+    preadv, pwritev = os.preadv, os.pwritev
+
+    def count(kind, function):
+        def call(fd, buffers, start):
+            nbytes = function(fd, buffers, start)
+            moved[kind] += nbytes
+            return nbytes
+
+        return call
+
+    with LimitFiles([tmp_path], 4 * LIMIT_BYTES, point_bytes=2 * LIMIT_BYTES, threads=[2]) as files:
+        files.measure()
+        assert files.limit.point_bytes * 2 == files.limit.file_bytes
+        monkeypatch.setattr(os, "preadv", count("read", preadv))
+        monkeypatch.setattr(os, "pwritev", count("write", pwritev))
+        limit = files.measure(read_share=0.25)
+    points = 2  # request sizes, since the mixed rate starts anew; two points of each other kind
+    both = 2 * limit.point_bytes
+    assert moved["read"] - both == points * limit.point_bytes * 0.25
+    assert moved["write"] - both == points * limit.point_bytes * 0.75
+    assert limit.read_share == 0.25
+
+
+def test_one_measurement_goes_on_where_the_last_stopped(tmp_path):
+    with LimitFiles([tmp_path], 3 * LIMIT_BYTES, point_bytes=2 * LIMIT_BYTES) as files:
+        assert files._take() == files.paths[:2]
+        assert files._take() == [files.paths[2], files.paths[0]]
+
+
+def test_writing_before_measuring_is_counted(tmp_path):
+    with LimitFiles([tmp_path], LIMIT_BYTES) as files:
+        files.write_first(LIMIT_BYTES + 1)
+        assert files.limit.sustained_bytes == 2 * LIMIT_BYTES
+
+
+SMALL = ("--numel", "1e5", "--steps", "2", "--device", "cpu", "--bucket-size", "96KiB", "--json")
+
+
+def test_ranks_run_together(tmp_path):
+    done = run_cli("--dir", str(tmp_path), "--ranks", "2", *SMALL)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["ranks"] == 2
+    assert data["rank_spread"] >= 1.0
+    assert data["bytes"]["written"] == data["state_bytes"] > 2 * 12 * NUMEL
+    assert data["step"]["median_s"] >= data["step"]["min_s"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_side_by_side_say_which_is_not_to_be_had(tmp_path):
+    done = run_cli("--dir", str(tmp_path), "--io", "gds,host", *SMALL)
+    assert done.returncode == 0, done.stderr
+    paths = json.loads(done.stdout)["paths"]
+    assert list(paths) == ["gds", "host"]
+    assert "device memory" in paths["gds"]["not_available"]
+    assert paths["host"]["io_path"] == "host"
+    done = run_cli("--dir", str(tmp_path), "--io", "host,gds", *SMALL[:-1])
+    assert "gds is not available: " in done.stdout
+    assert "times the limit" in done.stdout
+
+
+def test_no_path_at_all_is_status_3(tmp_path):
+    done = run_cli("--dir", str(tmp_path), "--io", "gds,posix", *SMALL)
+    assert done.returncode == 3
+    assert set(json.loads(done.stdout)["paths"]) == {"gds", "posix"}
+    assert "none of the paths gds, posix" in done.stderr
+
+
+def test_an_unknown_path_is_a_usage_error(tmp_path):
+    done = run_cli("--dir", str(tmp_path), "--io", "gds,fast")
+    assert done.returncode == 2
+    assert "'fast'" in done.stderr
+
+
+def test_a_rank_that_fails_is_named(tmp_path):
+    done = run_cli("--dir", str(tmp_path), "--ranks", "2", "--numel", "1e13", "--device", "cpu")
+    assert done.returncode == 1
+    assert "needs 24000" in done.stderr

@@ -371,6 +371,7 @@ def test_sizes_are_read_as_written():
     [
         ("`gds-optimizer probe DIR...`", "probe"),
         ("`gds-optimizer bench`", "bench"),
+        ("`gds-optimizer trace FILE`", "trace"),
         ("`gds-optimizer inspect PATH`", "inspect"),
         ("`gds-optimizer verify PATH`", "verify"),
         ("`gds-optimizer demo`", "demo"),

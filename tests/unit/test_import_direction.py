@@ -18,6 +18,8 @@ ORDER = (
     ("errors",),
     ("io.base",),
     ("config",),
+    ("tracing",),
+    ("timeline",),
     ("telemetry",),
     ("codecs",),
     ("layout",),
