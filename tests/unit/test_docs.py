@@ -372,6 +372,7 @@ def test_sizes_are_read_as_written():
         ("`gds-optimizer bench`", "bench"),
         ("`gds-optimizer inspect PATH`", "inspect"),
         ("`gds-optimizer verify PATH`", "verify"),
+        ("`gds-optimizer convert SNAPSHOT DEST`", "convert"),
         ("`gds-optimizer demo`", "demo"),
     ],
 )
