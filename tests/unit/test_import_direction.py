@@ -39,6 +39,7 @@ ORDER = (
     ("engine",),
     ("self_check",),
     ("runtime",),
+    ("planning",),
     ("mapping",),
     ("mapped_state",),
     ("direct_file",),
