@@ -54,7 +54,6 @@ def register(subparsers: SubParsers) -> None:
         "--dir",
         dest="directories",
         nargs="+",
-        default=[],
         help="look at the free room in these directories: one for each drive",
     )
     parser.add_argument("--bench", type=Path, help="file with what `bench --json` printed")
