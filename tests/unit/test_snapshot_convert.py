@@ -151,6 +151,26 @@ def test_planes_that_were_never_written(tmp_path):
     assert [True, False, False] in [each["written"] for each in after.manifest["buckets"]]
 
 
+def test_what_was_never_written_means_nothing(tmp_path):
+    """A new bucket takes from one whose moments were written and one whose were not."""
+    options: dict[str, Any] = {"sizes": (1930, 1500), "native": (), "groups": None}
+    with built(root(tmp_path), **options) as optimizer:
+        optimizer.step([torch.ones(1930), None])
+        source = take(optimizer, tmp_path / "taken")
+    (part,) = all_parts(source)
+    written = [entry["written"] for entry in part.manifest["buckets"]]
+    assert written[1:3] == [[True] * 3, [True, False, False]]
+    with open(part.file(2), "r+b") as file:
+        file.seek(part.layout.buckets[2].planes[1].offset)
+        file.write(b"\x3f" * 4096)
+    target = converted(source, tmp_path / "converted", FORMS["int8"])
+    (after,) = all_parts(target)
+    bucket = after.layout.buckets[2]
+    assert after.manifest["buckets"][2]["written"] == [True] * 3
+    offset = bucket.planes[1].offset
+    assert not any(after.file(2).read_bytes()[offset : offset + bucket.numel])
+
+
 def test_nothing_was_ever_written(tmp_path):
     """Mains that stay on the device and no step yet: blank buckets stay blank."""
     options: dict[str, Any] = {"sizes": (3000,), "native": (0,), "groups": None}
