@@ -140,6 +140,34 @@ def plane_checksums(path: Path, bucket: Bucket, progress: Progress | None = None
     return sums.values
 
 
+def write_file(path: Path, data: torch.Tensor) -> None:
+    """Write a new file of whole pages, and sync it.
+
+    Args:
+        path: created with mode 0600.
+        data: 1-D uint8 tensor on the CPU, 4 KiB-aligned, a multiple of 4096 bytes long.
+
+    Raises:
+        IoError: writing failed.
+        OSError: it exists already, or cannot be created.
+    """
+    fd = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    view, done = memoryview(data.numpy().data), 0
+    try:
+        if len(view):
+            os.posix_fallocate(fd, 0, len(view))
+        while done < len(view):
+            done += os.pwrite(fd, view[done : done + CHUNK_BYTES], done)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        raise IoError(
+            path, "write", file_offset=done, wanted_bytes=len(view) - done, got=str(error)
+        ) from error
+    finally:
+        os.close(fd)
+
+
 def copy_file(
     source: Path,
     target: Path,

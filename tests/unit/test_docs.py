@@ -374,6 +374,8 @@ def test_sizes_are_read_as_written():
         ("`gds-optimizer trace FILE`", "trace"),
         ("`gds-optimizer inspect PATH`", "inspect"),
         ("`gds-optimizer verify PATH`", "verify"),
+        ("`gds-optimizer convert SNAPSHOT DEST`", "convert"),
+        ("`gds-optimizer plan`", "plan"),
         ("`gds-optimizer demo`", "demo"),
     ],
 )
@@ -389,7 +391,7 @@ def test_options_of_commands(heading, command):
             continue
         (flag,) = action.option_strings
         default = "" if action.default is None else written(action.default)
-        if flag == "--numel":  # elements, not bytes
+        if flag == "--numel" and action.default is not None:  # elements, not bytes
             default = str(action.default)
         if (command, flag) == ("demo", "--dir"):
             default = "the current directory"

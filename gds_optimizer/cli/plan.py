@@ -1,0 +1,98 @@
+"""`gds-optimizer plan --numel N`: what streaming will take, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gds_optimizer.cli.bench import _count
+
+if TYPE_CHECKING:
+    SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = """\
+Say what streaming will take: bytes a parameter and of each rank, files, device memory, bytes of a
+step, and, where rates are given, seconds. The numbers come from the plan that a run would make.
+Allocates and writes nothing, and needs no GPU.
+"""
+EPILOG = """\
+exit status: 0 planned, whether or not it fits; 2 wrong usage or a setting that cannot work; 1
+anything else.
+"""
+
+_SETTINGS = ("bucket_size", "slots", "moment_dtype", "moment_rounding", "main")
+"""Fields of `StreamConfig` that are options here."""
+
+
+def register(subparsers: SubParsers) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="say what streaming will take",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--numel", type=_count, required=True, help="parameters, e.g. 7e9")
+    parser.add_argument(
+        "--ranks", type=_count, default=1, help="that share the optimizer state (default 1)"
+    )
+    parser.add_argument(
+        "--local-ranks", type=_count, help="of them, on one machine with its drives (default: all)"
+    )
+    parser.add_argument("--optimizer", default="adamw", help="adamw, or sgd with momentum")
+    parser.add_argument("--slots", type=_count, default=3, help="buckets in memory (default 3)")
+    parser.add_argument("--bucket-size", default="192MiB", help="e.g. 96MiB (default 192MiB)")
+    parser.add_argument(
+        "--moment-dtype", default="fp32", help="fp32, bf16 or int8: how moments are kept"
+    )
+    parser.add_argument(
+        "--moment-rounding", default="stochastic", help="or nearest; where they are not in fp32"
+    )
+    parser.add_argument(
+        "--main", default="fp32", help="or remainder, or auto: how main parameters are kept"
+    )
+    parser.add_argument(
+        "--dir",
+        dest="directories",
+        nargs="+",
+        help="look at the free room in these directories: one for each drive",
+    )
+    parser.add_argument("--bench", type=Path, help="file with what `bench --json` printed")
+    for kind in ("read", "write", "mixed"):
+        parser.add_argument(
+            f"--{kind}-gbps",
+            type=float,
+            help=f"{kind} rate of a machine's drives, 10**9 bytes a second",
+        )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from gds_optimizer.config import StreamConfig
+    from gds_optimizer.planning import Rates, plan_streaming
+
+    settings: dict[str, Any] = {name: getattr(arguments, name) for name in _SETTINGS}
+    # Settings are checked as those of a run, which has directories.
+    config = StreamConfig(directories=tuple(map(Path, arguments.directories or ["/"])), **settings)
+    rates = Rates.from_bench(arguments.bench) if arguments.bench else Rates()
+    given = {
+        name: getattr(arguments, name)
+        for name in ("read_gbps", "write_gbps", "mixed_gbps")
+        if getattr(arguments, name) is not None
+    }
+    plan = plan_streaming(
+        arguments.numel,
+        config,
+        ranks=arguments.ranks,
+        local_ranks=arguments.local_ranks,
+        optimizer=arguments.optimizer,
+        rates=replace(rates, **given),
+        look_for_room=bool(arguments.directories),
+    )
+    print(json.dumps(plan.to_dict(), indent=1) if arguments.json else plan.to_text())
+    return 0

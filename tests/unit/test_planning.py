@@ -1,0 +1,199 @@
+"""`gds-optimizer plan`: what it says is what a run takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gds_optimizer.bench.steps import synthetic_optimizer
+from gds_optimizer.cli import main as cli_main
+from gds_optimizer.config import StreamConfig
+from gds_optimizer.errors import ConfigError
+from gds_optimizer.planning import Rates, engine_plan, plan_streaming
+from gds_optimizer.runtime import Part, Runtime
+from gds_optimizer.store import free_bytes
+
+MOMENTS = [("fp32", "stochastic"), ("bf16", "nearest"), ("int8", "stochastic")]
+
+
+def config_of(directory: Path, **options: Any) -> StreamConfig:
+    values = {"bucket_size": 48 * 1024, "io": "host", "allow_tmpfs": True, "self_check": "never"}
+    return StreamConfig(directories=(directory,), **{**values, **options})
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), MOMENTS)
+@pytest.mark.parametrize("numel", [1, 4096, 50_001])
+def test_a_run_takes_what_is_planned(tmp_path, numel, dtype, rounding):
+    config = config_of(tmp_path, moment_dtype=dtype, moment_rounding=rounding)
+    plan = plan_streaming(numel, config)
+    device = torch.device("cpu")
+    optimizer, bindings = synthetic_optimizer(numel, device)
+    runtime = Runtime.build(
+        [Part(optimizer, bindings, "opt0")], config, device=device, rank=0, eager=True
+    )
+    (engine,) = runtime.engines
+    try:
+        assert plan.device_bytes == runtime.pool.nbytes
+        assert (plan.slots, plan.slot_bytes) == (len(runtime.pool.slots), runtime.pool.slot_bytes)
+        files = list(tmp_path.rglob("bucket*.bin"))
+        assert plan.files == plan.rank_buckets == len(files)
+        sizes = [file.stat().st_size for file in files]
+        assert plan.state_bytes == plan.rank_state_bytes == plan.local_bytes == sum(sizes)
+        assert plan.bucket_bytes == max(sizes)
+        assert plan.bytes_per_param == sum(sizes) / numel
+        planes = engine.layout.spaces[0].planes
+        assert plan.planes == {plane.name: plane.codec for plane in planes}
+        for _ in range(3):
+            for binding in bindings:
+                binding.main.grad = torch.ones(binding.main.numel())
+            engine.step()
+            engine.drain()
+        assert engine.last_stats.written_bytes == plan.written_bytes
+        kept_bytes = plan.slots * plan.slot_bytes
+        assert plan.read_bytes - kept_bytes <= engine.last_stats.read_bytes <= plan.read_bytes
+    finally:
+        runtime.close_engine(engine)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 7])
+def test_ranks_share_the_parameters(tmp_path, ranks):
+    """All that the ranks have together is one number for each of them, added up."""
+    numel, config = 50_001, config_of(tmp_path)
+    plan = plan_streaming(numel, config, ranks=ranks)
+    shares = [numel * (r + 1) // ranks - numel * r // ranks for r in range(ranks)]
+    layouts = [engine_plan(share, config).layout for share in shares]
+    assert plan.rank_numel == max(shares)
+    assert plan.state_bytes == sum(layout.total_bytes for layout in layouts)
+    assert plan.files == sum(len(layout.buckets) for layout in layouts)
+    one = plan_streaming(numel, config, ranks=ranks, local_ranks=1)
+    assert one.local_bytes == one.rank_state_bytes == max(e.total_bytes for e in layouts)
+    assert one.state_bytes == plan.state_bytes == plan.local_bytes
+
+
+def test_large_models_take_no_memory_to_plan(tmp_path):
+    config = StreamConfig(directories=(tmp_path,))
+    plan = plan_streaming(10**12, config, ranks=64)
+    assert plan.device_bytes == 3 * plan.bucket_bytes == 3 * (192 * 2**20 + 4096)
+    assert 12 <= plan.bytes_per_param < 12.01
+
+
+def test_the_optimizer_decides_what_is_kept(tmp_path):
+    plan = plan_streaming(4096, config_of(tmp_path), optimizer="sgd")
+    assert plan.planes == {"main": "fp32", "momentum_buffer": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("rates", "wanted"),
+    [
+        ({}, None),
+        ({"read_gbps": 4.0}, None),
+        ({"read_gbps": 4.0, "write_gbps": 2.0}, (5.0, 7.5)),
+        ({"mixed_gbps": 5.0}, (4.0, 4.0)),
+        ({"mixed_gbps": 5.0, "read_gbps": 4.0, "ratio_to_limit": 1.5}, (6.0, 6.0)),
+    ],
+)
+def test_seconds(rates, wanted):
+    assert Rates(**rates).step_s(10**10, 10**10) == wanted
+
+
+def test_seconds_are_of_the_ranks_of_a_machine(tmp_path):
+    config, rates = config_of(tmp_path), Rates(mixed_gbps=0.001)
+    one, four = (
+        plan_streaming(40_000, config, ranks=8, local_ranks=n, rates=rates) for n in (1, 4)
+    )
+    assert one.step_low_s == 2 * one.rank_state_bytes / 1e6
+    assert four.step_low_s == 4 * one.step_low_s
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "fast", True])
+def test_rates_that_there_are_not(value):
+    with pytest.raises(ConfigError, match="mixed_gbps is"):
+        Rates(mixed_gbps=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"numel": 0}, "numel is 0"),
+        ({"ranks": 5001}, "ranks is 5001, wanted a whole number from 1 to 5000"),
+        ({"ranks": 2, "local_ranks": 3}, "local_ranks is 3"),
+        ({"optimizer": "lion"}, "optimizer is 'lion', wanted one of adamw, sgd"),
+        ({"numel": 10**12}, "ask for larger buckets"),
+    ],
+)
+def test_what_cannot_be_planned(tmp_path, options, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        plan_streaming(**{"numel": 5000, "config": config_of(tmp_path), **options})
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def run(*arguments: object) -> int:
+    return cli_main.main(["plan", *map(str, arguments)])
+
+
+def test_the_command(tmp_path, capsys):
+    arguments = ("--numel", "7e9", "--ranks", 8, "--mixed-gbps", 10, "--dir", tmp_path)
+    assert run(*arguments, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["numel"], found["ranks"], found["rank_numel"]) == (7 * 10**9, 8, 875 * 10**6)
+    config = StreamConfig(directories=(tmp_path,))
+    assert found["rank_state_bytes"] == engine_plan(875 * 10**6, config).layout.total_bytes
+    assert found["fits"] is (found["local_bytes"] <= found["free_bytes"])
+    assert 0 < found["free_bytes"] <= 2 * free_bytes(tmp_path)
+    assert run(*arguments) == 0
+    text = capsys.readouterr().out
+    assert "16.80 s a step, estimated, with 8 ranks on a machine's drives" in text
+    assert "10.50 GB a rank, 84.00 GB in all" in text
+    assert ("it does not fit" in text) is not found["fits"]
+
+
+def test_without_directories_and_rates(capsys):
+    assert run("--numel", 1e6, "--moment-dtype", "int8", "--bucket-size", "96KiB") == 0
+    text = capsys.readouterr().out
+    assert "exp_avg fp32:int8-signed-sr" in text
+    assert "not known without rates" in text
+    assert "free" not in text
+
+
+def test_rates_of_a_benchmark(tmp_path, capsys):
+    """From a benchmark that was run, and what is named besides counts instead."""
+    (tmp_path / "drive").mkdir()
+    options = ("--dir", tmp_path / "drive", "--numel", 4e5, "--steps", 1, "--io", "host")
+    arguments = ["bench", *options, "--device", "cpu", "--allow-tmpfs", "--json"]
+    assert cli_main.main(list(map(str, arguments))) == 0
+    printed = capsys.readouterr().out
+    file = tmp_path / "bench.json"
+    file.write_text(printed)
+    measured = json.loads(printed)
+    assert run("--numel", 4e5, "--bench", file, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    ratio = measured["ratio_to_limit"]
+    moved_bytes = found["read_bytes"] + found["written_bytes"]
+    assert found["step_low_s"] == pytest.approx(
+        moved_bytes / measured["limit"]["mixed_gbps"] / 1e9 * ratio
+    )
+    assert run("--numel", 4e5, "--bench", file, "--mixed-gbps", 0.5, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_low_s"] == pytest.approx(moved_bytes / 0.5e9 * ratio)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"limit": {"read_gbps": 1}}', None])
+def test_files_that_are_no_benchmark(tmp_path, capsys, content):
+    file = tmp_path / "bench.json"
+    if content is not None:
+        file.write_text(content)
+    assert run("--numel", 10, "--bench", file) == 2
+    assert str(file) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--moment-dtype", "fp8"), ("--slots", 65), ("--dir", "/no such"), ("--ranks", 9)]
+)
+def test_settings_that_cannot_work(arguments):
+    assert run("--numel", 8, *arguments) == 2
