@@ -5,8 +5,8 @@ a bucket whose gradients are neighbours too (views of one gradient buffer, say) 
 one tensor, one gradient, one state. Small neighbours whose gradients lie elsewhere do too: theirs
 are first put together in a temporary tensor, no larger than a bucket's. A step of 20,000 small
 shards then costs what one of a few large shards does. Everything that could make a difference is
-compared in every step, and what differs is stepped apart: group, per-parameter scalars, the kind of
-gradient.
+looked at in every step, and what differs is stepped apart: group, the kind of gradient, and
+per-parameter scalars, which are compared again whenever somebody else has touched one.
 
 Between two shards lie up to an alignment's worth of elements that belong to nobody. A run covers
 them; whatever the gradient holds there stays there, since arithmetic is elementwise, and the step

@@ -201,6 +201,7 @@ class StepPass:
         self._step_rest()
         self.stepper.commit()
         self.scalars.commit(self._new_scalars)
+        self.scalars.foresee_classes(self._classes, self._grads, self._groups)
 
     def _step_rest(self) -> None:
         """Parameters that keep no planes, and groups without a gradient.

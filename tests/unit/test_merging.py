@@ -240,6 +240,27 @@ def test_a_counter_that_somebody_sets(trio):
     each.check()
 
 
+def test_counters_are_compared_only_when_somebody_has_touched_them(trio):
+    """Comparing those of a device waits for it."""
+    both = trio(adamw, SIZES)
+    both.step(0)
+    engine = both.streamed[0].engine
+    assert engine._scalars.classes() is engine._scalars.classes()
+    without_looking = engine._scalars.classes()
+    both.step(1)
+    looked_again = engine._scalars.classes()
+    assert looked_again is not without_looking
+    first = both.streamed[0].optimizer.state[both.streamed[0].mains[3]]
+    first["step"].add_(0)  # touched, though not changed
+    compared = engine._scalars.classes()
+    assert compared is not looked_again
+    assert [compared.tolist().index(each) for each in compared.tolist()] == [
+        looked_again.tolist().index(each) for each in looked_again.tolist()
+    ]
+    first["step"].add_(1)
+    assert (engine._scalars.classes() == engine._scalars.classes()[3]).sum() == 1
+
+
 def test_nothing_is_merged_of_an_optimizer_that_is_not_known(tmp_path, monkeypatch):
     class Unknown(torch.optim.AdamW):
         pass
