@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
+from tests.megatron import MEGATRON_PATH
 from tests.megatron.harness import run_ranks
 from tests.megatron.streaming import Comparison, Streaming, compare_all
 
@@ -110,21 +111,15 @@ TWO_RANKS: dict[str, tuple[TinyGptConfig, Streaming]] = {
 CASES = [(1, name) for name in ONE_RANK] + [(2, name) for name in TWO_RANKS]
 # With mains as remainders: these always.
 REMAINDERS = {
-    (1, "basic"),
     (1, "fused_step_convention"),
-    (1, "tied"),
     (1, "mixed_dtype_moe"),
     (1, "bf16_gradients_fused"),
     (1, "fp16_skip"),
-    (1, "loss_scale_skip_fused"),
     (1, "frozen"),
     (1, "lazy_bf16_gradients_moe"),
-    (1, "attached"),
     (2, "dp_overlap_mixed_dtype_moe"),
-    (2, "dp_frozen"),
     (2, "dp_mixed_homes"),
     (2, "tp_bf16_gradients"),
-    (2, "ep_fused_overlap"),
     (2, "pp_tied"),
 }
 FP32, REMAINDER, REMAINDER_REST = "fp32", "remainder", "remainder_rest"
@@ -135,7 +130,8 @@ def runs(group: str) -> list[Any]:
     chosen = {
         FP32: CASES,
         REMAINDER: [case for case in CASES if case in REMAINDERS],
-        REMAINDER_REST: [case for case in CASES if case not in REMAINDERS],
+        # The codec does not depend on Megatron's version: the installed one's will do.
+        REMAINDER_REST: [case for case in CASES if case not in REMAINDERS and not MEGATRON_PATH],
     }[group]
     marks = [pytest.mark.slow] if group == REMAINDER_REST else []
     suffix = "" if group == FP32 else "-remainder"

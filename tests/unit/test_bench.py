@@ -240,6 +240,7 @@ def test_writing_before_measuring_is_counted(tmp_path):
 SMALL = ("--numel", "1e5", "--steps", "2", "--device", "cpu", "--bucket-size", "96KiB", "--json")
 
 
+@pytest.mark.slow
 def test_ranks_run_together(tmp_path):
     done = run_cli("--dir", str(tmp_path), "--ranks", "2", *SMALL)
     assert done.returncode == 0, done.stderr
@@ -251,6 +252,7 @@ def test_ranks_run_together(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_paths_side_by_side_say_which_is_not_to_be_had(tmp_path):
     done = run_cli("--dir", str(tmp_path), "--io", "gds,host", *SMALL)
     assert done.returncode == 0, done.stderr
@@ -263,6 +265,7 @@ def test_paths_side_by_side_say_which_is_not_to_be_had(tmp_path):
     assert "times the limit" in done.stdout
 
 
+@pytest.mark.slow
 def test_no_path_at_all_is_status_3(tmp_path):
     done = run_cli("--dir", str(tmp_path), "--io", "gds,posix", *SMALL)
     assert done.returncode == 3

@@ -14,6 +14,7 @@ def build(params, directory):
 """
 
 
+@pytest.mark.slow
 def test_resident_ours_and_a_streamer(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(STREAMER)
     arguments = ["--dir", str(tmp_path), "--numel", "1e5", "--steps", "2", "--device", "cpu"]
