@@ -70,6 +70,13 @@ class BucketState:
         self.main_from_model = [False] * len(buckets)
         self.model_is_behind: set[int] = set()
         self.halves = UpperHalves(plan, self.pieces, store, pool)
+        pool.viewers.add(self)
+
+    def let_go_of_slots(self) -> None:
+        """Let the tensors that the optimizer steps show nothing, until the next visit."""
+        for pieces in self.pieces:
+            for piece in pieces:
+                piece.tensor.data = piece.tensor.new_empty(0)
 
     # ------------------------------------------------------------------ what is where
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -77,6 +78,13 @@ class Slot:
             self.state, self.transfers = SlotState.FREE, []
         else:
             self.state = SlotState.STUCK
+
+
+class SlotViewer(Protocol):
+    """Keeps tensors over slots, or over buffers from `allocate_home`, between passes."""
+
+    def let_go_of_slots(self) -> None:
+        """Drop them: a view keeps the memory that it shows."""
 
 
 class Usage:
@@ -147,6 +155,8 @@ class SlotPool:
         self.write_numbers = itertools.count(1)
         self.compute_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._compute_done = torch.cuda.Event() if self.compute_stream is not None else None
+        # Who keeps views of slots between passes; asked to drop them before buffers are freed.
+        self.viewers: weakref.WeakSet[SlotViewer] = weakref.WeakSet()
         self._count = count
         self._allocations: list[Any] = []
         self._fill()
@@ -256,6 +266,8 @@ class SlotPool:
         """
         self.is_suspended = True
         device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        for viewer in list(self.viewers):
+            viewer.let_go_of_slots()
         with device:
             for slot in self.slots:
                 self.backend.deregister(slot.buffer)

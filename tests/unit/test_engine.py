@@ -737,6 +737,23 @@ def test_steps_go_forwards_and_backwards(tmp_path):
             assert run.engine.last_stats.buckets == len(run.layout.buckets)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_slots_that_are_given_back_are_free(tmp_path, dtype):
+    """Tensors that the optimizer stepped keep no memory alive."""
+    with pair(tmp_path, adamw, moments={"moment_dtype": dtype}) as both:
+        both.step(0)
+        both.engine.drain()
+        pool = both.streamed.pool
+        storages = [slot.buffer.untyped_storage() for slot in pool.slots]
+        storages.append(pool.scratch.untyped_storage())
+        pool.suspend()
+        gc.collect()
+        assert [torch._C._storage_Use_Count(each._cdata) for each in storages] == [1] * 4
+        pool.resume()
+        both.step(1)
+        both.check()
+
+
 def test_slots_can_be_given_back_between_steps(tmp_path):
     with pair(tmp_path, adamw) as both:
         both.step(0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from gds_optimizer.bench import peers
 
 STREAMER = """
