@@ -68,6 +68,11 @@ class Rates:
         """
         try:
             found = json.loads(Path(path).read_bytes())
+            if isinstance(found, dict) and "paths" in found:
+                raise ConfigError(
+                    f"it has several I/O paths ({', '.join(found['paths'])}), wanted one: repeat "
+                    "the benchmark with the --io that the run will take"
+                )
             limit = found["limit"]
             return cls(
                 read_gbps=limit["read_gbps"],

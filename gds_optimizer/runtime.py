@@ -178,6 +178,15 @@ class Runtime:
         hint = budget_hint(tiers, config)
         if hint:
             logger.info("rank %d: %s", rank, hint)
+        if config.main != "fp32":
+            logger.info(
+                "rank %d: main parameters are kept as %s: they must not change between steps "
+                "without a reload; %.1f MiB on %s hold a bucket's decoded ones",
+                rank,
+                "remainders" if config.main == "remainder" else "remainders or fp32",
+                self.pool.scratch_bytes / 2**20,
+                self.pool.device,
+            )
         if config.moment_dtype != "fp32":
             logger.info(
                 "rank %d: moments are kept in %s, rounded %s: training differs from fp32 moments; "

@@ -179,5 +179,8 @@ def _run_in_processes(
         print(paths_to_text(found))
     sys.stdout.flush()
     if all(isinstance(each, str) for each in found.values()):
-        raise IoPathError(f"none of the paths {', '.join(paths)} is to be had here")
+        raise IoPathError(
+            f"none of the paths {', '.join(paths)} is to be had here, for the reasons above: "
+            "`gds-optimizer probe` says what mends each"
+        )
     return 0
