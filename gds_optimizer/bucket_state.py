@@ -317,6 +317,8 @@ class BucketState:
     def fill_main_from_model(self, index: int, main: torch.Tensor) -> None:
         main.zero_()
         self._model_copies.from_model(index, main)
+        if index in self.halves.buckets:  # steps never ask for these, so nothing would drop them
+            self._model_copies.forget(index)
 
     def copy_main_to_model(self, index: int, main: torch.Tensor) -> None:
         if index in self.halves.buckets:

@@ -121,7 +121,9 @@ def _check_not_stale(engine: Engine, state: dict[str, Any]) -> None:
     """A dictionary that was never saved shows the engine's files, which steps have changed."""
     if state["step"] == engine.steps:
         return
-    own = {(status.st_dev, status.st_ino) for status in map(os.stat, engine.store.paths)}
+    # What lives in memory is written to new files each time, which no step changes.
+    in_files = [p for i, p in enumerate(engine.store.paths) if i not in engine.store.in_memory]
+    own = {(status.st_dev, status.st_ino) for status in map(os.stat, in_files)}
     planes = (tensor for shard in state["shards"].values() for tensor in shard["planes"].values())
     if not own.isdisjoint(files_behind(planes)):
         raise SnapshotError(

@@ -491,10 +491,13 @@ class Engine:
             if from_disk:
                 state.expect(index, slot, state.needed(index))()
             planes = state.current_planes(index, slot, main_only=main_only)
-            visit(index, planes)
-            if not main_only and 0 in state.needed(index):
-                # The slot may serve the next step, so the tie bits go back into it.
-                state.encode_main(index, slot, planes)
+            try:
+                visit(index, planes)
+            finally:
+                if not main_only and 0 in state.needed(index):
+                    # The slot may serve the next step, or be the bucket's home: the tie bits go
+                    # back into it.
+                    state.encode_main(index, slot, planes)
             self.pool.synchronize_compute()
             return ()
 
@@ -719,6 +722,8 @@ class Engine:
             return changed
 
         self.read_planes(collect, buckets, main_only=True)
+        halves = self._buckets.halves
+        others = halves.sums_of_others(buckets, chosen)
         for index, main in chosen.items():
             restore_(main, values[index])
         self._materialized += 1
@@ -730,6 +735,8 @@ class Engine:
                 # Code may have put another tensor in the place of ours.
                 values[index] = main.detach().as_subclass(torch.Tensor)
                 release_(main)
+            # The halves of what is named are replaced as a whole; those of its neighbours are not.
+            halves.check_others(others, chosen)
             # What was changed before an exception stays changed, as it would on the device.
             self._rewrite(buckets, put_back, read_main=True)
 

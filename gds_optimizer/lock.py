@@ -105,8 +105,9 @@ class OwnedDirectory:
                 for each in (path.parent, path):  # `parents=True` would not give the mode
                     each.mkdir(mode=0o700, exist_ok=True)
                 owned = cls._try_acquire(path, purpose)
-            except FileNotFoundError:
-                # A neighbour that reclaimed the directory removed it just now. Or the drive is
+            except (FileNotFoundError, FileExistsError):
+                # A neighbour that reclaimed the directory removed it just now (between mkdir's
+                # finding that it exists and looking at it, in the second case). Or the drive is
                 # gone, and then nothing is to be created where it was mounted.
                 is_tried = time.monotonic() - start > _NAME_WAIT_S
                 if is_tried or not path.parent.parent.is_dir():

@@ -20,13 +20,13 @@ class _Copies:
     """For one bucket: the parameters' parts, and how the main plane is cut to match them.
 
     Attributes:
-        addresses: of the parameters when this was made.
+        addresses: of the parameters, and of their storages, when this was made.
         models: parts of parameters, several neighbours in one tensor.
         sizes: elements of the main plane from its start, in turn part or gap.
         picks: which of those are the parts, in the order of `models`.
     """
 
-    addresses: list[int]
+    addresses: list[tuple[int, int]]
     models: list[torch.Tensor]
     sizes: list[int]
     picks: list[int]
@@ -69,6 +69,10 @@ class ModelCopies:
         copies = self._of(index)
         _copy(copies.mains(main), copies.models)
 
+    def forget(self, index: int) -> None:
+        """Hold on to no parameter of a bucket: one that moves would keep its old memory."""
+        self._known.pop(index, None)
+
     def count(self, index: int) -> int:
         """How many copies a bucket takes."""
         return len(self._of(index).models)
@@ -76,7 +80,7 @@ class ModelCopies:
     def _of(self, index: int) -> _Copies:
         bindings = self._plan.bindings
         addresses = [
-            0 if model is None else model.data_ptr()
+            (0, 0) if model is None else (model.data_ptr(), model.untyped_storage()._cdata)
             for piece in self._pieces[index]
             for model in (bindings[piece.binding].model,)
         ]
@@ -86,7 +90,7 @@ class ModelCopies:
             known = self._known[index] = self._make(index, addresses)
         return known
 
-    def _make(self, index: int, addresses: list[int]) -> _Copies:
+    def _make(self, index: int, addresses: list[tuple[int, int]]) -> _Copies:
         copies = _Copies(addresses, [], [], [])
         position = 0
         # The end of the last part: in the bucket, in memory, and that memory.

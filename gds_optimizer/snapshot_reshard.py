@@ -88,6 +88,8 @@ def other_layout(
 
     def take() -> None:
         engine.store.thaw()
+        # What was handed out before has taken the names with it (`Engine.abandon_state`).
+        engine.store.reserve_written_out()
         mapped = MappedState(engine, writable=True, scratch=scratch)
         for cut in cuts:
             end = cut.position + cut.stop - cut.start

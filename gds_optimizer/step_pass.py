@@ -117,10 +117,18 @@ class StepPass:
         while position < len(homes):
             count = min(2 * count, limit)
             batch = list(homes[position : position + count])
-            if any(self.plan.layout.buckets[index].scratch_bytes for index, _ in batch):
-                batch = batch[:1]  # there is one scratch for decoded moments
+            if any(
+                self.plan.layout.buckets[index].scratch_bytes or self._gathers(index)
+                for index, _ in batch
+            ):
+                # There is one scratch for decoded moments, and gradients are put together for one.
+                batch = batch[:1]
             self._visit_batch(batch)
             position += len(batch)
+
+    def _gathers(self, index: int) -> bool:
+        runs = self.merger.runs(index, self._gradients, self._classes).runs
+        return any(run.is_gathered for run in runs)
 
     def _visit_batch(self, batch: Sequence[tuple[int, Slot]]) -> None:
         buckets = self.buckets

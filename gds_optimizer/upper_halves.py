@@ -8,7 +8,7 @@ change before the next step, needs its half somewhere else (a file without a nam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 
@@ -156,6 +156,33 @@ class UpperHalves:
         found = [self._sum_of_model(index, room) for index in wanted]
         differs = torch.stack(found) != self._sums[wanted]
         changed = [i for i, is_changed in zip(wanted, differs.tolist(), strict=True) if is_changed]
+        if changed:
+            raise self._changed(changed)
+
+    @torch.no_grad()
+    def sums_of_others(self, buckets: Iterable[int], bindings: Container[int]) -> dict[int, int]:
+        """Checksums of the model's parameters in some buckets, without those of some bindings."""
+        sums: dict[int, int] = {}
+        for index in buckets:
+            if index not in self.buckets or index in self.apart:
+                continue
+            numel = self._plan.layout.buckets[index].numel
+            halves = torch.empty(numel, dtype=torch.bfloat16, device=self._pool.device)
+            self._gather_from_model(index, halves, 0)
+            for piece in self._pieces[index]:
+                if piece.binding in bindings:
+                    halves[piece.bucket_slice].zero_()
+            sums[index] = int(checksum(halves.view(torch.uint8)))
+        return sums
+
+    def check_others(self, sums: dict[int, int], bindings: Container[int]) -> None:
+        """Compare with what `sums_of_others` gave before.
+
+        Raises:
+            ModelChangedError: they were changed; names shards.
+        """
+        now = self.sums_of_others(sums, bindings)
+        changed = [index for index, found in now.items() if found != sums[index]]
         if changed:
             raise self._changed(changed)
 

@@ -164,7 +164,7 @@ def take_device_memory(engines: Iterable[Engine]) -> None:
         ConfigError: the memory has gone to somebody else meanwhile. The files still have it all.
         CorruptBucketError, IoError, OSError: a file is not what was written, or cannot be read.
     """
-    taken = []
+    taken, returned = [], []
     try:
         for engine in engines:
             files = engine.store.in_memory
@@ -174,9 +174,11 @@ def take_device_memory(engines: Iterable[Engine]) -> None:
                 taken.append(files[index])
             written = [index for index in lent if not engine.records[index].is_blank]
             read_back(engine, written)
+            returned.append((engine, lent))
     except BaseException:
         for file in taken:
             file.memory = torch.empty(0, dtype=torch.uint8)
         raise
-    for engine in engines:
-        engine.store.drop_written_out()
+    for engine, lent in returned:
+        # Only these: others may be handed out, and whoever takes them back needs their names.
+        engine.store.drop_written_out(lent)

@@ -9,9 +9,11 @@ a step.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,20 @@ from gds_optimizer.errors import ClosedError, IoTimeoutError
 from gds_optimizer.io.base import BucketFile, Transfer, check_transfer
 
 _POLL_S = 20e-6
+
+
+_living: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+_of_parent: list[Any] = []
+
+
+def _keep_in_child() -> None:
+    """Never unmap, in a forked child, what it did not get: its own mappings may be there by now."""
+    for buffer in list(_living):
+        _of_parent.append(buffer.tensor)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer.tensor))  # past the interpreter's end
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
 
 
 class HostBuffer:
@@ -54,6 +70,7 @@ class HostBuffer:
         except OSError as error:
             raise MemoryError(f"{nbytes} bytes of host memory: {error.strerror}") from error
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        _living.add(self)
         if device.type == "cuda":
             self._unpin = _pin(self.tensor, device)
         else:

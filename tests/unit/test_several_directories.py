@@ -68,7 +68,7 @@ def visits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     run = engine.pipeline.run
 
-    def noting(order, *, reads, visit, clock):
+    def noting(order, *, reads, visit, clock, visit_resident=None):
         def noted(index: int, slot: Slot, from_disk: bool):
             seen.append(index)
             return visit(index, slot, from_disk)
