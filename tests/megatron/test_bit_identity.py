@@ -135,7 +135,8 @@ def runs(group: str) -> list[Any]:
         # The codec does not depend on Megatron's version: the installed one's will do.
         REMAINDER_REST: [case for case in CASES if case not in REMAINDERS and ARE_ALL_WANTED],
     }[group]
-    marks = [pytest.mark.slow] if group == REMAINDER_REST else []
+    is_slow = group == REMAINDER_REST or (group == REMAINDER and MEGATRON_PATH)
+    marks = [pytest.mark.slow] if is_slow else []
     suffix = "" if group == FP32 else "-remainder"
     return [
         pytest.param((size, name, group), id=f"{size}-{name}{suffix}", marks=marks)

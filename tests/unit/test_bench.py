@@ -165,6 +165,7 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_alone_on_stdout(tmp_path):
     done = run_cli(
         *("--dir", str(tmp_path), "--numel", "1e5", "--steps", "1", "--device", "cpu", "--json"),

@@ -370,6 +370,7 @@ def test_a_parameter_that_gets_other_memory_is_followed(trio):
     each.check()
 
 
+@pytest.mark.slow
 def test_twenty_thousand_small_shards(trio):
     sizes = [1 + index % 70 for index in range(20_000)]
     each = trio(adamw, sizes, bucket_size=12 * 2**17)
