@@ -7,6 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from gds_optimizer.cli.arguments import add_layout_options, count
 from gds_optimizer.cli.probe import IO_CHOICES
 
 if TYPE_CHECKING:
@@ -37,9 +38,9 @@ def register(subparsers: SubParsers) -> None:
         "--dir", dest="directories", action="append", required=True, help="one for each drive"
     )
     parser.add_argument(
-        "--numel", type=_count, default=2**30, help="parameters, e.g. 1.24e9 (default 2**30)"
+        "--numel", type=count, default=2**30, help="parameters, e.g. 1.24e9 (default 2**30)"
     )
-    parser.add_argument("--steps", type=_count, default=5, help="steps to time (default 5)")
+    parser.add_argument("--steps", type=count, default=5, help="steps to time (default 5)")
     parser.add_argument(
         "--io",
         type=_paths,
@@ -48,7 +49,7 @@ def register(subparsers: SubParsers) -> None:
     )
     parser.add_argument(
         "--ranks",
-        type=_count,
+        type=count,
         default=1,
         help="processes at a time, each with --numel parameters and a GPU if there is one",
     )
@@ -65,36 +66,16 @@ def register(subparsers: SubParsers) -> None:
         help="at most 2**27 parameters and 1 GiB a measurement: a first impression",
     )
     parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")
-    parser.add_argument("--slots", type=_count, default=3, help="buckets in memory (default 3)")
-    parser.add_argument("--bucket-size", default="192MiB", help="e.g. 96MiB (default 192MiB)")
-    parser.add_argument(
-        "--moment-dtype", default="fp32", help="fp32, bf16 or int8: how moments are kept"
-    )
-    parser.add_argument(
-        "--moment-rounding", default="stochastic", help="or nearest; where they are not in fp32"
-    )
+    add_layout_options(parser)
     parser.add_argument(
         "--hbm-budget", default="0", help="bytes of state that stay on the device, e.g. 8GiB"
     )
     parser.add_argument(
         "--host-budget", default="0", help="the same of host memory, or auto (default 0)"
     )
-    parser.add_argument(
-        "--main", default="fp32", help="or remainder, or auto: how main parameters are kept"
-    )
     parser.add_argument("--allow-tmpfs", action="store_true", help="accept a directory in memory")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
-
-
-def _count(text: str) -> int:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < 2**63 or value != int(value):
-        raise argparse.ArgumentTypeError(f"wanted a whole number of at least 1, got {text!r}")
-    return int(value)
 
 
 def _paths(text: str) -> str:

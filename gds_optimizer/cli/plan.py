@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gds_optimizer.cli.bench import _count
+from gds_optimizer.cli.arguments import add_layout_options, count
 
 if TYPE_CHECKING:
     SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -34,25 +34,15 @@ def register(subparsers: SubParsers) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--numel", type=_count, required=True, help="parameters, e.g. 7e9")
+    parser.add_argument("--numel", type=count, required=True, help="parameters, e.g. 7e9")
     parser.add_argument(
-        "--ranks", type=_count, default=1, help="that share the optimizer state (default 1)"
+        "--ranks", type=count, default=1, help="that share the optimizer state (default 1)"
     )
     parser.add_argument(
-        "--local-ranks", type=_count, help="of them, on one machine with its drives (default: all)"
+        "--local-ranks", type=count, help="of them, on one machine with its drives (default: all)"
     )
     parser.add_argument("--optimizer", default="adamw", help="adamw, or sgd with momentum")
-    parser.add_argument("--slots", type=_count, default=3, help="buckets in memory (default 3)")
-    parser.add_argument("--bucket-size", default="192MiB", help="e.g. 96MiB (default 192MiB)")
-    parser.add_argument(
-        "--moment-dtype", default="fp32", help="fp32, bf16 or int8: how moments are kept"
-    )
-    parser.add_argument(
-        "--moment-rounding", default="stochastic", help="or nearest; where they are not in fp32"
-    )
-    parser.add_argument(
-        "--main", default="fp32", help="or remainder, or auto: how main parameters are kept"
-    )
+    add_layout_options(parser)
     parser.add_argument(
         "--dir",
         dest="directories",

@@ -1,0 +1,35 @@
+"""Options that several commands have, and types of their values."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, also written as 7e9.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < 2**63 or value != int(value):
+        raise argparse.ArgumentTypeError(f"wanted a whole number of at least 1, got {text!r}")
+    return int(value)
+
+
+def add_layout_options(parser: argparse.ArgumentParser) -> None:
+    """Add what decides how much room a bucket and a parameter take, with the defaults of a run."""
+    parser.add_argument("--slots", type=count, default=3, help="buckets in memory (default 3)")
+    parser.add_argument("--bucket-size", default="192MiB", help="e.g. 96MiB (default 192MiB)")
+    parser.add_argument(
+        "--moment-dtype", default="fp32", help="fp32, bf16 or int8: how moments are kept"
+    )
+    parser.add_argument(
+        "--moment-rounding", default="stochastic", help="or nearest; where they are not in fp32"
+    )
+    parser.add_argument(
+        "--main", default="fp32", help="or remainder, or auto: how main parameters are kept"
+    )
