@@ -153,11 +153,7 @@ class Scalars:
         """
         if self._foreseen is not None:
             classes, marks = self._foreseen
-            # Comparing those on the CPU waits for nothing, and sees what `.data` has changed too.
-            is_cheap = any(
-                isinstance(v, torch.Tensor) and v.device.type == "cpu" for _, v, _ in marks
-            )
-            if not is_cheap and _are_same(marks, self._marks()):
+            if _are_same(marks, self._marks()):
                 return classes
         bindings, state = self.plan.bindings, self.plan.optimizer.state
         keys: list[Any] = [("alone", index) for index in range(len(bindings))]
@@ -207,6 +203,9 @@ class Scalars:
         self._foreseen = None
         if classes is None:
             return
+        marks = self._marks()
+        if _are_on_cpu(marks):
+            return
         numbers: dict[Any, int] = {}
         keys = (
             (number, index in stepped, groups.get(id(binding.main)))
@@ -215,7 +214,7 @@ class Scalars:
             )
         )
         again = np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
-        self._foreseen = (again, self._marks())
+        self._foreseen = (again, marks)
 
     def _marks(self) -> list[Any]:
         """What tells whether scalars were touched: the objects, and versions of tensors."""
@@ -280,6 +279,11 @@ class Scalars:
             else:
                 kept[key] = value
         return kept
+
+
+def _are_on_cpu(marks: list[Any]) -> bool:
+    """Comparing scalars waits for nothing then, and sees what `.data` has changed too."""
+    return any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for _, v, _ in marks)
 
 
 def _are_same(first: list[Any], second: list[Any]) -> bool:

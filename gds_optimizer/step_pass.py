@@ -10,7 +10,7 @@ import torch
 from gds_optimizer.bucket_state import BucketState
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.footer import BucketRecord
-from gds_optimizer.merging import Gradients, Merger
+from gds_optimizer.merging import BucketRuns, Gradients, Merger
 from gds_optimizer.pipeline import Ranges
 from gds_optimizer.plan import MAIN_PLANE, BoundPiece
 from gds_optimizer.scalars import Scalars
@@ -74,6 +74,7 @@ class StepPass:
         self._gradients = Gradients(self.plan, self._groups)
         self._grads = self._gradients.held
         self._classes = scalars.classes() if merger.is_allowed else None
+        self._runs: dict[int, BucketRuns] = {}
         self.active = [
             index
             for index, pieces in enumerate(buckets.pieces)
@@ -117,7 +118,7 @@ class StepPass:
         while position < len(homes):
             count = min(2 * count, limit)
             batch = list(homes[position : position + count])
-            if any(
+            if len(batch) > 1 and any(
                 self.plan.layout.buckets[index].scratch_bytes or self._gathers(index)
                 for index, _ in batch
             ):
@@ -127,8 +128,13 @@ class StepPass:
             position += len(batch)
 
     def _gathers(self, index: int) -> bool:
-        runs = self.merger.runs(index, self._gradients, self._classes).runs
-        return any(run.is_gathered for run in runs)
+        return any(run.is_gathered for run in self._runs_of(index).runs)
+
+    def _runs_of(self, index: int) -> BucketRuns:
+        """How a bucket is stepped in this step; found out once."""
+        if index not in self._runs:
+            self._runs[index] = self.merger.runs(index, self._gradients, self._classes)
+        return self._runs[index]
 
     def _visit_batch(self, batch: Sequence[tuple[int, Slot]]) -> None:
         buckets = self.buckets
@@ -152,9 +158,7 @@ class StepPass:
         is_fused = library in _FUSED_LIBRARIES or all(
             group.get("fused") for group in optimizer.param_groups
         )
-        return is_fused and all(
-            type(grad) is torch.Tensor for grad in self._gradients.held.values()
-        )
+        return is_fused and all(type(grad) is torch.Tensor for grad in self._grads.values())
 
     def _step_pieces(
         self, held: Sequence[tuple[int, dict[str, torch.Tensor]]]
@@ -169,7 +173,7 @@ class StepPass:
         """
         stepped, places, steps = [], [], []
         for index, planes in held:
-            active = self.merger.runs(index, self._gradients, self._classes)
+            active = self._runs_of(index)
             stepped.append(active)
             for run in active.runs:
                 first = run.pieces[0]
