@@ -294,7 +294,10 @@ class Pipeline:
                         reading.remove(slot)
                         return slot
                 if is_more and any(
-                    slot.state is SlotState.WRITING and slot.is_idle for slot in self.pool.slots
+                    slot.state is SlotState.WRITING
+                    and slot.is_idle
+                    and not self._is_held(slot, queues.wanted)
+                    for slot in self.pool.slots
                 ):
                     return None
                 time.sleep(_POLL_S)
@@ -318,14 +321,20 @@ class Pipeline:
                 return slot
         for state in (SlotState.FREE, SlotState.CACHED):
             for slot in slots:
-                if slot.state is state and not (slot.owner is self and slot.bucket in wanted):
+                if slot.state is state and not self._is_held(slot, wanted):
                     return slot
+        # What is wanted later is given up last: it would have to be read again.
         writing = sorted(
             (slot for slot in slots if slot.state is SlotState.WRITING),
-            key=lambda slot: slot.write_number,
+            key=lambda slot: (
+                self._is_held(slot, wanted),
+                not _only_copies(slot),
+                slot.write_number,
+            ),
         )
         for slot in writing:
-            if slot.is_idle and self._finish_write(slot):
+            is_spared = self._is_held(slot, wanted)
+            if not is_spared and slot.is_idle and self._finish_write(slot):
                 return slot
         for slot in slots:
             if slot.state is SlotState.STUCK and slot.is_idle:
@@ -333,7 +342,7 @@ class Pipeline:
                 return slot
         if not must:
             return None
-        for slot in sorted(writing, key=_only_copies, reverse=True):
+        for slot in writing:
             with clock.phase("write_wait"):
                 if self._finish_write(slot):
                     return slot
@@ -344,6 +353,10 @@ class Pipeline:
             f"none of the {len(slots)} slots can be used: their transfers are stuck in "
             f"{', '.join(sorted({str(t.path) for slot in slots for t in slot.transfers}))}"
         )
+
+    def _is_held(self, slot: Slot, wanted: set[int]) -> bool:
+        """Whether a slot has a bucket that this pass will still visit."""
+        return slot.owner is self and slot.bucket in wanted
 
     def _write(self, slot: Slot, ranges: Ranges, clock: PassClock) -> None:
         if not ranges:

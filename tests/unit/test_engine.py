@@ -465,11 +465,12 @@ def test_mains_from_the_model_are_not_read(tmp_path):
         run.step(grads_of(SIZES, 0))
         run.engine.take_mains_from_model()
         run.step(grads_of(SIZES, 1))
-        read = run.layout.buckets[len(run.pool.slots) :]
-        moments_and_footer = sum(
-            sum(plane.nbytes for plane in bucket.planes[1:]) + 4096 for bucket in read
+        # Which buckets the slots still hold depends on which write ended first; how many does not.
+        held = run.engine.last_stats.cached_buckets
+        moments_and_footer = sorted(
+            sum(plane.nbytes for plane in bucket.planes[1:]) + 4096 for bucket in run.layout.buckets
         )
-        assert run.engine.last_stats.read_bytes <= moments_and_footer
+        assert run.engine.last_stats.read_bytes <= sum(moments_and_footer[held:])
 
 
 def test_a_reload_before_the_first_step(tmp_path):
@@ -732,8 +733,7 @@ def test_steps_go_forwards_and_backwards(tmp_path):
     with streamed(tmp_path, slots=3) as run:
         for step in range(4):
             run.step(grads_of(SIZES, step))
-            # A write that overtakes an older one frees its slot first, and that bucket is read.
-            assert 1 <= run.engine.last_stats.cached_buckets <= 3
+            assert run.engine.last_stats.cached_buckets == 3
             assert run.engine.last_stats.buckets == len(run.layout.buckets)
 
 

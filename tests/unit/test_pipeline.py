@@ -345,6 +345,19 @@ def test_a_cached_slot_that_is_wanted_later_is_spared():
     rig.check_files()
 
 
+@pytest.mark.parametrize("overtaking", range(1, 5))
+def test_an_ended_write_of_a_bucket_that_is_wanted_later_is_spared(overtaking):
+    """Whichever write ends first at the end of a pass, the next one reads what no slot holds."""
+    rig = Rig(3, buckets=6)
+    ends_first = ("write", overtaking)
+    rig.script.is_done = lambda transfer: transfer.key == ends_first
+    rig.run()
+    rig.script.is_done = lambda transfer: transfer.operation == "write"
+    assert rig.run(range(5, -1, -1)).finish().cached_buckets == 3
+    rig.pipeline.drain()
+    rig.check_files()
+
+
 def test_a_bucket_whose_write_is_in_flight_is_not_changed_before_it_has_ended():
     rig = Rig(2, buckets=2)
     rig.run()
