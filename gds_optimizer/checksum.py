@@ -15,15 +15,17 @@ import functools
 import torch
 
 WORD_BYTES = 8
-# Words of one row: a row's products stay in a CPU core's cache. The value does not depend on it.
-_ROW_WORDS = 2**16
-# Words handled at once on a device: bounds the temporary products to 8 MiB.
-_DEVICE_BLOCK_WORDS = 2**20
+# Words of one row, and words handled at once. The value does not depend on them. On a CPU the
+# weights stay in a core's first cache and a block, which is read twice, in its second; on a GPU a
+# block bounds the temporary products to 8 MiB.
+_CPU_SHAPE = (2**10, 2**17)
+_GPU_SHAPE = (2**16, 2**20)
 
 
 @functools.lru_cache(maxsize=16)
 def _odd_weights(device: torch.device) -> torch.Tensor:
-    return torch.arange(_ROW_WORDS, dtype=torch.int64, device=device).mul_(2).add_(1)
+    count = (_GPU_SHAPE if device.type == "cuda" else _CPU_SHAPE)[0]
+    return torch.arange(count, dtype=torch.int64, device=device).mul_(2).add_(1)
 
 
 def _row_sum(words: torch.Tensor) -> torch.Tensor:
@@ -34,12 +36,12 @@ def _row_sum(words: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_sum(rows: torch.Tensor, first_word: int) -> torch.Tensor:
-    """Weighted sum of whole rows (n, `_ROW_WORDS`); the first word has index `first_word`."""
+    """Weighted sum of whole rows; the first word has index `first_word`."""
     weights = _odd_weights(rows.device)
     # (2 (r R + i) + 1) w = (2 i + 1) w + 2 r R w: one product with shared weights for all rows.
     inner = (rows * weights).sum(dim=1) if rows.is_cuda else torch.mv(rows, weights)
     starts = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device)
-    starts = starts.mul_(_ROW_WORDS).add_(first_word).mul_(2)
+    starts = starts.mul_(rows.shape[1]).add_(first_word).mul_(2)
     return (inner + starts * rows.sum(dim=1)).sum()
 
 
@@ -53,14 +55,14 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
         0-dim int64 tensor on `data`'s device.
     """
     words = data.view(torch.int64)
-    if words.numel() <= _ROW_WORDS:
+    row_words, block_words = _GPU_SHAPE if data.is_cuda else _CPU_SHAPE
+    if words.numel() <= row_words:
         return _row_sum(words)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    block_words = _DEVICE_BLOCK_WORDS if data.is_cuda else _ROW_WORDS
-    whole = words.numel() // _ROW_WORDS * _ROW_WORDS
+    whole = words.numel() // row_words * row_words
     for start in range(0, whole, block_words):
         block = words[start : min(start + block_words, whole)]
-        total += _rows_sum(block.view(-1, _ROW_WORDS), start)
+        total += _rows_sum(block.view(-1, row_words), start)
     if whole < words.numel():
         tail = words[whole:]
         total += _row_sum(tail) + 2 * whole * tail.sum()

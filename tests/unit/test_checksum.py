@@ -9,7 +9,7 @@ import torch
 from gds_optimizer import checksum as module
 from gds_optimizer.checksum import checksum
 
-ROW_WORDS = module._ROW_WORDS
+ROW_WORDS, BLOCK_WORDS = module._CPU_SHAPE
 
 
 def words(count: int, seed: int = 0) -> np.ndarray:
@@ -35,7 +35,9 @@ def computed(values: np.ndarray) -> int:
         511,
         512,
         *(rows * ROW_WORDS + extra for rows in (1, 2) for extra in (-1, 0, 1)),
-        3 * ROW_WORDS + 12345,
+        3 * ROW_WORDS + 345,
+        *(BLOCK_WORDS + extra for extra in (-1, 0, 1)),
+        2 * BLOCK_WORDS + 12345,
     ],
 )
 def test_equals_arithmetic_with_python_integers(count):
@@ -53,9 +55,10 @@ def test_does_not_depend_on_how_the_work_is_cut(monkeypatch):
     values = words(5000)
     expected = reference(values)
     for row_words in (1, 7, 64, 4999, 5000, 5001):
-        monkeypatch.setattr(module, "_ROW_WORDS", row_words)
-        module._odd_weights.cache_clear()
-        assert computed(values) == expected, row_words
+        for rows in (1, 3):
+            monkeypatch.setattr(module, "_CPU_SHAPE", (row_words, rows * row_words))
+            module._odd_weights.cache_clear()
+            assert computed(values) == expected, (row_words, rows)
     module._odd_weights.cache_clear()
 
 
