@@ -19,7 +19,12 @@ from typing import Any
 
 import torch
 
-from gds_optimizer.bench.steps import check_room, device_named, synthetic_optimizer, timed
+from gds_optimizer.bench.steps import (
+    check_room_for_files,
+    device_named,
+    synthetic_optimizer,
+    timed,
+)
 from gds_optimizer.checkpoint import load_state_dict, state_dict
 from gds_optimizer.command import count, exit_status
 from gds_optimizer.config import StreamConfig
@@ -50,7 +55,7 @@ def run_checkpoint_bench(
     Raises:
         GdsOptimizerError: setting up, or something that is timed, failed.
     """
-    check_room(config.directories, 36 * numel, "the benchmark")
+    check_room_for_files(config.directories, 36 * numel)
     optimizer, bindings = synthetic_optimizer(numel, device)
     grads = torch.randn(min(numel, bindings[0].main.numel()), device=device) * 0.01
     runtime = Runtime.build(

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 
 from gds_optimizer.bench.limit import TASK_BYTES, THREADS, LimitFiles
-from gds_optimizer.bench.steps import check_room, device_named, synthetic_optimizer, timed
+from gds_optimizer.bench.steps import (
+    check_room_for_files,
+    device_named,
+    synthetic_optimizer,
+    timed,
+)
 from gds_optimizer.command import count, exit_status
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.runtime import Part, Runtime
@@ -42,7 +47,7 @@ def run_initialization_bench(
     Raises:
         GdsOptimizerError: setting up, or what is timed, failed.
     """
-    check_room(config.directories, 16 * numel, "the benchmark")
+    check_room_for_files(config.directories, 16 * numel)
     ours: list[float] = []  # seconds a byte, since the two need not write exactly the same
     plain: list[float] = []
     written_bytes = 0

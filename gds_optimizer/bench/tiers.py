@@ -20,7 +20,12 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from gds_optimizer.bench.steps import check_room, device_named, synthetic_optimizer, timed
+from gds_optimizer.bench.steps import (
+    check_room_for_files,
+    device_named,
+    synthetic_optimizer,
+    timed,
+)
 from gds_optimizer.command import count, exit_status
 from gds_optimizer.config import StreamConfig, parse_size
 from gds_optimizer.io.memory import HostBuffer
@@ -181,7 +186,7 @@ def run_tiers_bench(
     """
     state_bytes = _STATE_BYTES * numel
     everything = state_bytes + state_bytes // 256 + _SLACK_BYTES
-    check_room(config.directories, int(_NVME_PART * state_bytes) + _SLACK_BYTES, "the benchmark")
+    check_room_for_files(config.directories, int(_NVME_PART * state_bytes) + _SLACK_BYTES)
     budgets = {
         "host": replace(config, host_budget=everything),
         "host_and_nvme": replace(config, host_budget=int((1 - _NVME_PART) * state_bytes)),
