@@ -37,7 +37,7 @@ from gds_optimizer.megatron.tiny_gpt import (
 )
 from tests.megatron.forking import run_forked_ranks
 from tests.megatron.harness import compare_records, compare_states
-from tests.megatron.kept_groups import groups_kept
+from tests.megatron.kept_groups import groups_kept, paths_tried_once
 from tests.megatron.streaming import Streaming, close
 
 BUCKET_SHAPED = "dp_reshardable"
@@ -517,7 +517,7 @@ def perform(run: Run, directory: Path) -> RunResult:
 def perform_all(runs: Mapping[str, Run], directory: str) -> dict[str, RunResult]:
     """On a rank: every run in turn. A failure on several ranks names the run."""
     results = {}
-    with groups_kept() as groups:
+    with groups_kept() as groups, paths_tried_once():
         for name, run in sorted(runs.items(), key=lambda item: groups.wanted(item[1].config)):
             try:
                 results[name] = perform(run, Path(directory))

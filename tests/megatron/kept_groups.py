@@ -52,13 +52,13 @@ class KeptGroups:
 
 @contextlib.contextmanager
 def groups_kept() -> Iterator[KeptGroups]:
-    """Inside, `run_training` keeps its groups, and a directory is tried once."""
+    """Inside, `run_training` keeps its groups."""
     groups = KeptGroups()
-    with contextlib.ExitStack() as stack:
-        stack.callback(groups.close)
-        stack.enter_context(replaced(tiny_gpt, process_groups=groups))
-        # Trying the directory takes a while, too, and finds the same every time.
-        stack.enter_context(
-            replaced(runtime, decide_io_path=functools.lru_cache(runtime.decide_io_path))
-        )
+    with contextlib.closing(groups), replaced(tiny_gpt, process_groups=groups):
         yield groups
+
+
+def paths_tried_once() -> contextlib.AbstractContextManager[None]:
+    """Inside, no directory is tried twice with the same settings: it would be found the same."""
+    decide = functools.lru_cache(runtime.decide_io_path)
+    return replaced(runtime, decide_io_path=decide)

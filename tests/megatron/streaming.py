@@ -22,7 +22,7 @@ from gds_optimizer.megatron.shards import (
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig, TrainingRecord, run_training
 from gds_optimizer.stepper import Stepper
 from tests.megatron.harness import compare_records, compare_states
-from tests.megatron.kept_groups import groups_kept
+from tests.megatron.kept_groups import groups_kept, paths_tried_once
 
 # The smallest bucket holds 1024 elements of 12 bytes.
 SMALL_BUCKET_BYTES = 12 * 1024
@@ -192,7 +192,7 @@ def compare_all(
 ) -> dict[str, Comparison]:
     """On a rank: every case in turn, those of the same process groups together."""
     os.makedirs(directory, exist_ok=True)
-    with groups_kept() as groups:
+    with groups_kept() as groups, paths_tried_once():
         return {
             name: compare(config, streaming, Path(directory))
             for name, (config, streaming) in sorted(
