@@ -35,7 +35,7 @@ from gds_optimizer.mapping import (
     plane_bytes,
 )
 from gds_optimizer.plan import tie_plane
-from gds_optimizer.store import free_bytes
+from gds_optimizer.room import free_bytes
 from gds_optimizer.written_out import read_back, write_out
 
 # Enough to keep a drive busy with page faults, and to compute checksums as fast as it reads.

@@ -29,7 +29,7 @@ import torch
 from gds_optimizer.codecs import get_codec
 from gds_optimizer.errors import NoSpaceError, UnsupportedError
 from gds_optimizer.layout import BUCKET_ALIGNMENT, PAGE_BYTES, Layout, Plane
-from gds_optimizer.store import free_bytes
+from gds_optimizer.room import free_bytes
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10

@@ -21,9 +21,10 @@ from typing import Any
 
 from gds_optimizer.bucket_convert import BucketConverter
 from gds_optimizer.direct_file import Progress, write_file
-from gds_optimizer.errors import ConfigError, NoSpaceError, SnapshotError, UnsupportedError
+from gds_optimizer.errors import ConfigError, SnapshotError, UnsupportedError
 from gds_optimizer.jsonvalues import seal, seal_of
 from gds_optimizer.layout import Layout, PlaneSpec, Shard, SpaceSpec, plan_layout
+from gds_optimizer.room import check_room
 from gds_optimizer.snapshot import (
     COMPLETE_NAME,
     MANIFEST_NAME,
@@ -45,7 +46,6 @@ from gds_optimizer.snapshot_files import (
 )
 from gds_optimizer.snapshot_read import Part, describe, open_part, part_keys
 from gds_optimizer.storage_form import StorageForm
-from gds_optimizer.store import free_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +210,12 @@ def _remove_ranks(target: Path) -> None:
 
 
 def _check_room(conversion: Conversion) -> None:
-    room_bytes = free_bytes(conversion.target)
-    if conversion.needed_bytes > room_bytes:
-        raise NoSpaceError(
-            f"{conversion.target} has too little room for the converted snapshot, which needs "
-            f"{conversion.needed_bytes} bytes, and {room_bytes} are free: free space, or name "
-            "a directory on a larger file system"
-        )
+    check_room(
+        [conversion.target],
+        conversion.needed_bytes,
+        "the files of the converted snapshot",
+        "name a directory on a larger file system",
+    )
 
 
 def _convert_part(

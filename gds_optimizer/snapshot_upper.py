@@ -24,7 +24,7 @@ from gds_optimizer.errors import CorruptBucketError, GdsOptimizerError, NoSpaceE
 from gds_optimizer.io import allocate_host_buffer
 from gds_optimizer.layout import PAGE_BYTES, Layout, align_up
 from gds_optimizer.plan import keeps_remainder
-from gds_optimizer.store import free_bytes
+from gds_optimizer.room import free_bytes
 
 UPPER_NAME = "upper.bin"
 

@@ -27,6 +27,7 @@ from gds_optimizer.io.base import BucketFile, IoBackend
 from gds_optimizer.io.memory import MemoryFile
 from gds_optimizer.layout import Bucket, Layout
 from gds_optimizer.lock import OwnedDirectory, reclaim_dead
+from gds_optimizer.room import check_room, free_bytes
 from gds_optimizer.spread import DriveOrder, equal_speeds, spread
 
 logger = logging.getLogger(__name__)
@@ -355,14 +356,12 @@ class Store:
             directory_of.setdefault(device, directory)
             needed_bytes[device] += bucket.file_bytes
         for device, nbytes in needed_bytes.items():
-            room_bytes = free_bytes(directory_of[device])
-            if nbytes > room_bytes:
-                raise NoSpaceError(
-                    f"{directory_of[device]} has too little room to keep the present files: the "
-                    f"next step writes others instead, which need {nbytes} bytes, and "
-                    f"{room_bytes} are free: free space, keep fewer snapshots, or name a larger "
-                    "directory"
-                )
+            check_room(
+                [directory_of[device]],
+                nbytes,
+                "the files that the next step writes, where the present ones are kept,",
+                "keep fewer snapshots, or name a larger directory",
+            )
 
     def _make_spare(self, index: int) -> None:
         spare = self.paths[index].with_suffix(".spare.bin")
@@ -487,13 +486,12 @@ class Store:
             _, nbytes = rooms.get(device, (directory, 0))
             rooms[device] = (directory, nbytes + self.layout.buckets[index].file_bytes)
         for directory, nbytes in rooms.values():
-            room_bytes = free_bytes(directory)
-            if nbytes > room_bytes:
-                raise NoSpaceError(
-                    f"{directory} has too little room to write out the buckets that live in "
-                    f"memory: they need {nbytes} bytes, and {room_bytes} are free: free space, or "
-                    "name a larger directory"
-                )
+            check_room(
+                [directory],
+                nbytes,
+                "the buckets that live in memory, which are to be written out,",
+                "name a larger directory",
+            )
         with contextlib.ExitStack() as undo:
             undo.callback(self.drop_written_out, missing)
             for index in missing:
@@ -530,12 +528,6 @@ class Store:
                 stack.callback(owned.close)
             if not self.is_foreign:
                 stack.callback(self._close_files)
-
-
-def free_bytes(*directories: Path) -> int:
-    """What may still be allocated on the file systems of these directories, each counted once."""
-    status = {os.stat(each).st_dev: os.statvfs(each) for each in directories}
-    return sum(each.f_bavail * each.f_frsize for each in status.values())
 
 
 def _check_root(root: Path, directory: Path) -> None:

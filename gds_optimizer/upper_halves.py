@@ -18,8 +18,9 @@ from gds_optimizer.io import allocate_host_buffer
 from gds_optimizer.layout import PAGE_BYTES, SCRATCH_ALIGNMENT, align_up
 from gds_optimizer.mapping import ScratchMapping
 from gds_optimizer.plan import BoundPiece, EnginePlan, keeps_remainder
+from gds_optimizer.room import free_bytes
 from gds_optimizer.slots import SlotPool
-from gds_optimizer.store import Store, free_bytes
+from gds_optimizer.store import Store
 
 # Elements that are handled at a time in host memory: 8 MiB of halves.
 _PART_NUMEL = 2**22

@@ -13,14 +13,20 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gds_optimizer.bench.steps import check_room, device_named, synthetic_optimizer, timed
+from gds_optimizer.bench.steps import (
+    check_room_for_files,
+    device_named,
+    synthetic_optimizer,
+    timed,
+)
 from gds_optimizer.checkpoint import load_state_dict, state_dict
+from gds_optimizer.command import count, exit_status
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.engine import Engine
 from gds_optimizer.runtime import Part, Runtime
@@ -49,7 +55,7 @@ def run_checkpoint_bench(
     Raises:
         GdsOptimizerError: setting up, or something that is timed, failed.
     """
-    check_room(config.directories, 36 * numel, "the benchmark")
+    check_room_for_files(config.directories, 36 * numel)
     optimizer, bindings = synthetic_optimizer(numel, device)
     grads = torch.randn(min(numel, bindings[0].main.numel()), device=device) * 0.01
     runtime = Runtime.build(
@@ -128,24 +134,28 @@ def _save(engine: Engine, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m gds_optimizer.bench.checkpoints", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--dir", dest="directories", action="append", required=True)
     parser.add_argument("--copy-to", type=Path, help="default: the first directory")
-    parser.add_argument("--numel", type=float, default=2**27, help="parameters (default 2**27)")
+    parser.add_argument("--numel", type=count, default=2**27, help="parameters (default 2**27)")
     parser.add_argument("--bucket-size", default="192MiB")
     parser.add_argument("--io", default="auto")
     parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    return exit_status(parser.prog, lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     found = run_checkpoint_bench(
         StreamConfig(
             directories=tuple(arguments.directories),
             io=arguments.io,
             bucket_size=arguments.bucket_size,
         ),
-        numel=int(arguments.numel),
+        numel=arguments.numel,
         copy_to=arguments.copy_to or Path(arguments.directories[0]),
         device=device_named(arguments.device),
     )

@@ -18,8 +18,8 @@ import torch
 
 from gds_optimizer.bench.ranks import Settings, paths_to_text, run_paths
 from gds_optimizer.bench.steps import BenchResult
+from gds_optimizer.command import count, exit_status
 from gds_optimizer.config import StreamConfig
-from gds_optimizer.errors import GdsOptimizerError
 from gds_optimizer.probe import Severity, probe_directories
 from gds_optimizer.probing.system import System
 
@@ -108,15 +108,15 @@ def to_text(report: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gds-check", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR")
-    parser.add_argument("--numel", type=float, default=2**29, help="parameters (default 2**29)")
-    parser.add_argument("--steps", type=int, default=5, help="steps to time (default 5)")
+    parser.add_argument("--numel", type=count, default=2**29, help="parameters (default 2**29)")
+    parser.add_argument("--steps", type=count, default=5, help="steps to time (default 5)")
     parser.add_argument("--output", type=Path, help="write the report as JSON to this file too")
     arguments = parser.parse_args(argv)
-    try:
-        report = check(arguments.directories, numel=int(arguments.numel), steps=arguments.steps)
-    except GdsOptimizerError as error:
-        sys.stderr.write(f"gds-check: error: {error}\n")
-        return 1
+    return exit_status(parser.prog, lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    report = check(arguments.directories, numel=arguments.numel, steps=arguments.steps)
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     sys.stdout.write(to_text(report) + "\n")

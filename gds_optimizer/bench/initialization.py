@@ -12,12 +12,19 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from gds_optimizer.bench.limit import TASK_BYTES, THREADS, LimitFiles
-from gds_optimizer.bench.steps import check_room, device_named, synthetic_optimizer, timed
+from gds_optimizer.bench.steps import (
+    check_room_for_files,
+    device_named,
+    synthetic_optimizer,
+    timed,
+)
+from gds_optimizer.command import count, exit_status
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.runtime import Part, Runtime
 
@@ -40,7 +47,7 @@ def run_initialization_bench(
     Raises:
         GdsOptimizerError: setting up, or what is timed, failed.
     """
-    check_room(config.directories, 16 * numel, "the benchmark")
+    check_room_for_files(config.directories, 16 * numel)
     ours: list[float] = []  # seconds a byte, since the two need not write exactly the same
     plain: list[float] = []
     written_bytes = 0
@@ -85,21 +92,25 @@ def run_initialization_bench(
     }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m gds_optimizer.bench.initialization",
         description=(__doc__ or "").split("\n")[0],
     )
     parser.add_argument("--dir", dest="directories", action="append", required=True)
-    parser.add_argument("--numel", type=float, default=2**27, help="parameters (default 2**27)")
-    parser.add_argument("--rounds", type=int, default=7, help="default 7")
+    parser.add_argument("--numel", type=count, default=2**27, help="parameters (default 2**27)")
+    parser.add_argument("--rounds", type=count, default=7, help="default 7")
     parser.add_argument("--io", default="auto")
     parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    return exit_status(parser.prog, lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     found = run_initialization_bench(
         StreamConfig(directories=tuple(arguments.directories), io=arguments.io),
-        numel=int(arguments.numel),
-        rounds=max(1, arguments.rounds),
+        numel=arguments.numel,
+        rounds=arguments.rounds,
         device=device_named(arguments.device),
     )
     sys.stdout.write(json.dumps(found, indent=1) + "\n")

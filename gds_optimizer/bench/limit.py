@@ -187,6 +187,8 @@ class LimitFiles:
     def _rate(self, kind: str, task_bytes: int, threads: int, paths: Sequence[Path]) -> float:
         """Bytes a second, / 10⁹, of going over these files once."""
         share = {"read": 1.0, "write": 0.0}.get(kind, self.limit.read_share)
+        # More threads than tasks would only fill their buffers.
+        threads = min(threads, len(paths) * (_FILE_BYTES // task_bytes))
         with _opened(paths) as fds, ThreadPoolExecutor(threads) as pool:
             places = [(fd, start) for fd in fds for start in range(0, _FILE_BYTES, task_bytes)]
             tasks = [

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from gds_optimizer.bench.steps import device_named, run_bench, timed
+from gds_optimizer.command import count, exit_status
 from gds_optimizer.config import StreamConfig
 
 _SHARD_NUMEL = 2**24
@@ -114,17 +115,21 @@ def main(argv: list[str] | None = None) -> int:
         prog="compare-peers", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--dir", type=Path, required=True)
-    parser.add_argument("--numel", type=float, default=2**27)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--numel", type=count, default=2**27)
+    parser.add_argument("--steps", type=count, default=5)
     parser.add_argument("--device")
     parser.add_argument("--streamer", type=Path, action="append", default=[])
-    a = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    return exit_status(parser.prog, lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     found = compare(
-        a.dir,
-        numel=int(a.numel),
-        steps=a.steps,
-        device=device_named(a.device),
-        streamers=a.streamer,
+        arguments.dir,
+        numel=arguments.numel,
+        steps=arguments.steps,
+        device=device_named(arguments.device),
+        streamers=arguments.streamer,
     )
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     return 0

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from gds_optimizer.bench.precision_report import (
     to_text,
 )
 from gds_optimizer.bench.steps import device_named
+from gds_optimizer.command import count, exit_status, seconds
 from gds_optimizer.config import StreamConfig, parse_size
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.plan import Binding
@@ -248,21 +249,25 @@ def run_all(
     ]
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m gds_optimizer.bench.precision", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--seeds", type=int, default=3, help="how many (default 3)")
+    parser.add_argument("--seeds", type=count, default=3, help="how many (default 3)")
     parser.add_argument("--size", choices=list(SIZES), default="small")
-    parser.add_argument("--steps", type=int, help="default 1500, or 20 for tiny")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once (default 1)")
-    parser.add_argument("--limit-s", type=float, help="stop after so long")
+    parser.add_argument("--steps", type=count, help="default 1500, or 20 for tiny")
+    parser.add_argument("--jobs", type=count, default=1, help="runs at once (default 1)")
+    parser.add_argument("--limit-s", type=seconds, help="stop after so long")
     parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
     parser.add_argument("--one", choices=list(VARIANTS), help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    return exit_status(parser.prog, lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     size = SIZES[arguments.size]
     steps = arguments.steps or size.steps
     if arguments.one:

@@ -13,13 +13,13 @@ import torch
 
 from gds_optimizer.bench.limit import THREADS, Limit, LimitFiles
 from gds_optimizer.config import StreamConfig
-from gds_optimizer.errors import ConfigError, NoSpaceError
+from gds_optimizer.errors import ConfigError
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.plan import Binding
 from gds_optimizer.probing.cufile_stats import operations_by_path
+from gds_optimizer.room import check_room, free_bytes
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
-from gds_optimizer.store import free_bytes
 from gds_optimizer.telemetry import PHASES, PassClock, PassStats
 
 _SHARD_NUMEL = 2**24
@@ -230,18 +230,18 @@ def device_named(name: str | None) -> torch.device:
         ) from error
 
 
-def check_room(directories: Sequence[Path], nbytes: int, what: str) -> None:
-    """Refuse at once what cannot fit, before anything is made for it.
+def check_room_for_files(directories: Sequence[Path], nbytes: int) -> None:
+    """Refuse a benchmark that cannot fit.
 
     Raises:
         NoSpaceError: says how many bytes are needed and free.
     """
-    room_bytes = free_bytes(*directories)
-    if nbytes > room_bytes:
-        raise NoSpaceError(
-            f"{what} needs {nbytes} bytes in {', '.join(map(str, directories))}, and "
-            f"{room_bytes} are free: name larger directories, or fewer parameters (--numel)"
-        )
+    check_room(
+        directories,
+        nbytes,
+        "the files of the benchmark",
+        "name larger directories, or fewer parameters (--numel)",
+    )
 
 
 def synthetic_optimizer(
@@ -298,7 +298,7 @@ def run_bench(
     limit_bytes = min(limit_bytes, state_bytes)
     host_bytes = config.host_budget if isinstance(config.host_budget, int) else 0
     on_drives = max(state_bytes - (config.hbm_budget + host_bytes) * team.size, 0)
-    check_room(config.directories, on_drives + limit_bytes, "the benchmark")
+    check_room_for_files(config.directories, on_drives + limit_bytes)
     spare_bytes = free_bytes(*config.directories) - on_drives - on_drives // 50
     file_bytes = max(limit_bytes, min(state_bytes, spare_bytes))
     optimizer, bindings = synthetic_optimizer(numel, device)

@@ -20,7 +20,13 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from gds_optimizer.bench.steps import check_room, device_named, synthetic_optimizer, timed
+from gds_optimizer.bench.steps import (
+    check_room_for_files,
+    device_named,
+    synthetic_optimizer,
+    timed,
+)
+from gds_optimizer.command import count, exit_status
 from gds_optimizer.config import StreamConfig, parse_size
 from gds_optimizer.io.memory import HostBuffer
 from gds_optimizer.runtime import Part, Runtime
@@ -180,7 +186,7 @@ def run_tiers_bench(
     """
     state_bytes = _STATE_BYTES * numel
     everything = state_bytes + state_bytes // 256 + _SLACK_BYTES
-    check_room(config.directories, int(_NVME_PART * state_bytes) + _SLACK_BYTES, "the benchmark")
+    check_room_for_files(config.directories, int(_NVME_PART * state_bytes) + _SLACK_BYTES)
     budgets = {
         "host": replace(config, host_budget=everything),
         "host_and_nvme": replace(config, host_budget=int((1 - _NVME_PART) * state_bytes)),
@@ -240,19 +246,25 @@ def _text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m gds_optimizer.bench.tiers", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--dir", dest="directories", action="append", required=True)
-    parser.add_argument("--numel", type=float, default=1.24e9, help="parameters (default 1.24e9)")
-    parser.add_argument("--repeats", type=int, default=5, help="times that count (default 5)")
+    parser.add_argument(
+        "--numel", type=count, default=1_240_000_000, help="parameters (default 1.24e9)"
+    )
+    parser.add_argument("--repeats", type=count, default=5, help="times that count (default 5)")
     parser.add_argument("--bucket-size", default="192MiB")
-    parser.add_argument("--slots", type=int, default=3)
+    parser.add_argument("--slots", type=count, default=3)
     parser.add_argument("--io", default="auto")
     parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    return exit_status(parser.prog, lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
     found = run_tiers_bench(
         StreamConfig(
             directories=tuple(arguments.directories),
@@ -260,7 +272,7 @@ def main() -> int:
             bucket_size=parse_size(arguments.bucket_size),
             slots=arguments.slots,
         ),
-        numel=int(arguments.numel),
+        numel=arguments.numel,
         repeats=arguments.repeats,
         device=device_named(arguments.device),
     )

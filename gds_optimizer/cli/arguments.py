@@ -1,23 +1,10 @@
-"""Options that several commands have, and types of their values."""
+"""Options that several commands have."""
 
 from __future__ import annotations
 
 import argparse
 
-
-def count(text: str) -> int:
-    """A whole number of at least 1, also written as 7e9.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < 2**63 or value != int(value):
-        raise argparse.ArgumentTypeError(f"wanted a whole number of at least 1, got {text!r}")
-    return int(value)
+from gds_optimizer.command import count
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:

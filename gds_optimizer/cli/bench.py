@@ -7,8 +7,9 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gds_optimizer.cli.arguments import add_layout_options, count
+from gds_optimizer.cli.arguments import add_layout_options
 from gds_optimizer.cli.probe import IO_CHOICES
+from gds_optimizer.command import count
 
 if TYPE_CHECKING:
     from gds_optimizer.config import StreamConfig

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         IoPathError: the path is not to be had; the probe's report has been printed.
     """
-    from gds_optimizer.cli.main import EXIT_FAILED
+    from gds_optimizer.command import EXIT_FAILED
     from gds_optimizer.demo import DemoConfig, run_demo
     from gds_optimizer.errors import IoPathError
 

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import pkgutil
 import sys
 from collections.abc import Sequence
 
 import gds_optimizer
 from gds_optimizer import cli
-from gds_optimizer.errors import ConfigError, GdsOptimizerError, IoPathError
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_PATH_NOT_TO_BE_HAD = 3
-EXIT_INTERRUPTED = 130
+from gds_optimizer.command import exit_status
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,25 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: for arguments that the parser refuses (2), `--help` and `--version` (0).
     """
     arguments = build_parser().parse_args(argv)
-    try:
-        status: int = arguments.run(arguments)
-        sys.stdout.flush()
-    except GdsOptimizerError as error:
-        print(f"gds-optimizer: error: {error}", file=sys.stderr)
-        if isinstance(error, IoPathError):
-            return EXIT_PATH_NOT_TO_BE_HAD
-        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
-    except BrokenPipeError:
-        # `| head` is no failure; keep the interpreter from flushing into the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
-    except OSError as error:
-        print(f"gds-optimizer: error: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("gds-optimizer: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return status
+    return exit_status("gds-optimizer", lambda: arguments.run(arguments))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gds_optimizer.cli.arguments import add_layout_options, count
+from gds_optimizer.cli.arguments import add_layout_options
+from gds_optimizer.command import count
 
 if TYPE_CHECKING:
     SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -35,8 +35,9 @@ pytestmark = pytest.mark.faults
 # Two shards that fill half a dozen small buckets, one parameter that is fp32 itself, one empty.
 SIZES = (3000, 100, 0, 2500)
 FIRST, SECOND = 2, 3
-POINTS = 20
-"""So many deaths in what makes a snapshot or a copy, evenly spread; half as many in the rest."""
+POINTS = {False: 10, True: 20}
+"""So many deaths in what makes a snapshot or a copy, evenly spread, without and with --slow; half
+as many in the rest."""
 
 
 def make(directory: Path, **options: Any) -> StreamedOptimizer:
@@ -288,11 +289,13 @@ def check(
 
 
 @pytest.mark.parametrize("operation", KEPT, ids=lambda operation: operation.__name__)
-def test_killed_anywhere(scenes, operation):
+def test_killed_anywhere(scenes, operation, pytestconfig):
     scene = scenes()
     calls = killed_at(-1, lambda countdown: operation(scene, countdown))
     assert calls is not None
-    count = POINTS if operation in (take, take_and_prune, copy) else POINTS // 2
+    count = POINTS[pytestconfig.getoption("slow")]
+    if operation not in (take, take_and_prune, copy):
+        count //= 2
     points = sorted({calls * number // count for number in range(count + 1)})
     deaths = 0
     seen: set[tuple[str, ...]] = set()

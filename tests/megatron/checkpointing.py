@@ -8,8 +8,6 @@ the same processes, those that load after (and in other processes than) those th
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import logging
 import os
 import traceback
@@ -23,11 +21,8 @@ import pytest
 import torch
 import torch.distributed
 
-from gds_optimizer import runtime
 from gds_optimizer.config import StreamConfig
-from gds_optimizer.megatron import streamed_optimizer, tiny_gpt
-from gds_optimizer.megatron.cpu import replaced
-from gds_optimizer.megatron.process_groups import destroy, initialize_distributed
+from gds_optimizer.megatron import streamed_optimizer
 from gds_optimizer.megatron.shards import (
     collect_resident_state,
     collect_streamed_state,
@@ -42,6 +37,7 @@ from gds_optimizer.megatron.tiny_gpt import (
 )
 from tests.megatron.forking import run_forked_ranks
 from tests.megatron.harness import compare_records, compare_states
+from tests.megatron.kept_groups import groups_kept, paths_tried_once
 from tests.megatron.streaming import Streaming, close
 
 BUCKET_SHAPED = "dp_reshardable"
@@ -518,47 +514,11 @@ def perform(run: Run, directory: Path) -> RunResult:
     return result
 
 
-class _KeptGroups:
-    """Process groups that go on to the next run, if that wants the same: making them takes time."""
-
-    def __init__(self) -> None:
-        self._of: tuple[int, ...] | None = None
-
-    @staticmethod
-    def wanted(config: TinyGptConfig) -> tuple[int, ...]:
-        return (config.tensor_parallel, config.pipeline_parallel, config.expert_parallel)
-
-    @contextlib.contextmanager
-    def __call__(self, config: TinyGptConfig) -> Iterator[None]:
-        if self._of != self.wanted(config):
-            self.close()
-            initialize_distributed(config)
-            self._of = self.wanted(config)
-        try:
-            yield
-            torch.distributed.barrier()
-        finally:
-            gc.collect()
-
-    def close(self) -> None:
-        if self._of is not None:
-            destroy(process_group=False)
-
-
 def perform_all(runs: Mapping[str, Run], directory: str) -> dict[str, RunResult]:
     """On a rank: every run in turn. A failure on several ranks names the run."""
-    groups = _KeptGroups()
     results = {}
-    with contextlib.ExitStack() as stack:
-        stack.callback(groups.close)
-        stack.enter_context(replaced(tiny_gpt, process_groups=groups))
-        # Trying the directory takes a while, too, and finds the same every time.
-        stack.enter_context(
-            replaced(runtime, decide_io_path=functools.lru_cache(runtime.decide_io_path))
-        )
+    with groups_kept() as groups, paths_tried_once():
         for name, run in sorted(runs.items(), key=lambda item: groups.wanted(item[1].config)):
-            # Megatron collects garbage whenever it saves or loads; what there is by now is none.
-            gc.freeze()
             try:
                 results[name] = perform(run, Path(directory))
             except Exception as error:

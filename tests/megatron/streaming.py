@@ -22,6 +22,7 @@ from gds_optimizer.megatron.shards import (
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig, TrainingRecord, run_training
 from gds_optimizer.stepper import Stepper
 from tests.megatron.harness import compare_records, compare_states
+from tests.megatron.kept_groups import groups_kept, paths_tried_once
 
 # The smallest bucket holds 1024 elements of 12 bytes.
 SMALL_BUCKET_BYTES = 12 * 1024
@@ -189,9 +190,12 @@ def compare(config: TinyGptConfig, streaming: Streaming, directory: Path) -> Com
 def compare_all(
     cases: dict[str, tuple[TinyGptConfig, Streaming]], directory: str
 ) -> dict[str, Comparison]:
-    """On a rank: every case in turn."""
+    """On a rank: every case in turn, those of the same process groups together."""
     os.makedirs(directory, exist_ok=True)
-    return {
-        name: compare(config, streaming, Path(directory))
-        for name, (config, streaming) in cases.items()
-    }
+    with groups_kept() as groups, paths_tried_once():
+        return {
+            name: compare(config, streaming, Path(directory))
+            for name, (config, streaming) in sorted(
+                cases.items(), key=lambda case: groups.wanted(case[1][0])
+            )
+        }

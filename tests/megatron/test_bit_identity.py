@@ -1,7 +1,8 @@
 """Streamed and resident training give the same bits: losses, parameters, mains, moments, counters.
 
-Every case trains twice in the same processes, resident and streamed, for 20 steps, in buckets so
-small that every parameter larger than a bucket is split. All of it is done with main parameters
+Every case trains twice in the same processes, resident and streamed, in buckets so small that
+every parameter larger than a bucket is split: one case of each kind for 20 steps, the others, in
+which a difference would show in the first few, for 8. All of it is done with main parameters
 stored in fp32 and as remainders; most of the latter is for --slow.
 """
 
@@ -16,38 +17,45 @@ import pytest
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
 from tests.megatron import MEGATRON_PATH
 from tests.megatron.harness import run_ranks
-from tests.megatron.streaming import Comparison, Streaming, compare_all
+from tests.megatron.streaming import SMALL_BUCKET_BYTES, Comparison, Streaming, compare_all
 
 pytestmark = pytest.mark.megatron
 
-STEPS = 20
-SKIPPED = 9
+# Passes go forwards and backwards in turn, and every step has other hyper-parameters.
+STEPS = 8
+MANY_STEPS = 20
+SKIPPED = 4
 BUCKETS: dict[str, Any] = {"overlap": True, "ddp_bucket_size": 4096}
+# Twice the smallest: half as many transfers, and large parameters are split all the same. Some
+# cases have the smallest.
+BUCKET_BYTES = 2 * SMALL_BUCKET_BYTES
 # The step before the skipped one, the skipped one, the next, the last.
-AROUND_SKIP = Streaming(states_at=(SKIPPED - 1, SKIPPED, SKIPPED + 1, -1))
+AROUND_SKIP = Streaming(bucket_size=BUCKET_BYTES, states_at=(SKIPPED - 1, SKIPPED, SKIPPED + 1, -1))
 
 
-def gpt(**options: Any) -> TinyGptConfig:
-    return TinyGptConfig(steps=STEPS, schedule="changing", hidden=48, **options)
+def gpt(steps: int = STEPS, **options: Any) -> TinyGptConfig:
+    return TinyGptConfig(steps=steps, schedule="changing", hidden=48, **options)
 
 
-DEFAULT = Streaming()
+DEFAULT = Streaming(bucket_size=BUCKET_BYTES)
 # Some buckets of each kind; a chain of optimizers shares the budgets.
-MIXED_HOMES = Streaming(hbm_budget=100_001, host_budget=250_001, states_at=(0, -1))
-ON_DEVICE = Streaming(hbm_budget=2**30)
+MIXED_HOMES = Streaming(
+    bucket_size=BUCKET_BYTES, hbm_budget=100_001, host_budget=250_001, states_at=(0, -1)
+)
+ON_DEVICE = Streaming(bucket_size=BUCKET_BYTES, hbm_budget=2**30)
 ONE_RANK: dict[str, tuple[TinyGptConfig, Streaming]] = {
-    "basic": (gpt(), Streaming(states_at=(0, 1, -1))),
-    "fused_step_convention": (gpt(inner_optimizer="fused", experts=4), DEFAULT),
+    "basic": (gpt(MANY_STEPS), Streaming(states_at=(0, 1, -1))),
+    "fused_step_convention": (gpt(MANY_STEPS, inner_optimizer="fused", experts=4), DEFAULT),
     "tight_clipping": (gpt(clip_grad=0.05), DEFAULT),
     "no_clipping": (gpt(clip_grad=0.0), DEFAULT),
     "swiglu": (gpt(swiglu=True), DEFAULT),
     "tied": (gpt(tied_embeddings=True), DEFAULT),
     "mixed_dtype": (gpt(mixed_dtype=True), DEFAULT),
-    "mixed_dtype_moe": (gpt(mixed_dtype=True, experts=4), DEFAULT),
+    "mixed_dtype_moe": (gpt(MANY_STEPS, mixed_dtype=True, experts=4), DEFAULT),
     "moe": (gpt(experts=4), DEFAULT),
     "moe_one_slot": (gpt(experts=4), Streaming(slots=1)),
-    "moe_two_slots": (gpt(experts=4), Streaming(slots=2)),
-    "bf16_gradients": (gpt(grad_reduce_in_fp32=False, clip_grad=0.3), DEFAULT),
+    "moe_two_slots": (gpt(experts=4), Streaming(bucket_size=BUCKET_BYTES, slots=2)),
+    "bf16_gradients": (gpt(MANY_STEPS, grad_reduce_in_fp32=False, clip_grad=0.3), DEFAULT),
     "bf16_gradients_fused": (
         gpt(grad_reduce_in_fp32=False, inner_optimizer="fused", mixed_dtype=True),
         DEFAULT,
@@ -68,10 +76,10 @@ ONE_RANK: dict[str, tuple[TinyGptConfig, Streaming]] = {
     "frozen": (gpt(frozen=("embedding", "layers.0.")), DEFAULT),
     "frozen_experts": (gpt(experts=4, frozen=("experts",)), DEFAULT),
     "all_frozen": (gpt(frozen=("",)), DEFAULT),
-    "lazy": (gpt(), Streaming(init="lazy", states_at=(0, -1))),
+    "lazy": (gpt(), Streaming(bucket_size=BUCKET_BYTES, init="lazy", states_at=(0, -1))),
     "lazy_bf16_gradients_moe": (
         gpt(experts=4, grad_reduce_in_fp32=False, **BUCKETS),
-        Streaming(init="lazy"),
+        Streaming(bucket_size=BUCKET_BYTES, init="lazy"),
     ),
     "one_large_bucket": (gpt(mixed_dtype=True), Streaming(bucket_size=2**24, states_at=(0, -1))),
     "one_large_bucket_bf16_gradients": (
@@ -82,12 +90,18 @@ ONE_RANK: dict[str, tuple[TinyGptConfig, Streaming]] = {
     "mixed_homes_moe": (gpt(experts=4), MIXED_HOMES),
     "on_device_bf16_gradients": (gpt(experts=4, grad_reduce_in_fp32=False), ON_DEVICE),
     "on_device_fused": (gpt(inner_optimizer="fused", mixed_dtype=True), ON_DEVICE),
-    "attached_fused": (gpt(inner_optimizer="fused"), Streaming(attach=True)),
+    "attached_fused": (
+        gpt(inner_optimizer="fused"),
+        Streaming(bucket_size=BUCKET_BYTES, attach=True),
+    ),
 }
 TWO_RANKS: dict[str, tuple[TinyGptConfig, Streaming]] = {
-    "dp": (gpt(), DEFAULT),
+    "dp": (gpt(MANY_STEPS), DEFAULT),
     "dp_overlap": (gpt(**BUCKETS), DEFAULT),
-    "dp_overlap_mixed_dtype_moe": (gpt(**BUCKETS, mixed_dtype=True, experts=4), DEFAULT),
+    "dp_overlap_mixed_dtype_moe": (
+        gpt(MANY_STEPS, **BUCKETS, mixed_dtype=True, experts=4),
+        DEFAULT,
+    ),
     "dp_bf16_gradients": (gpt(**BUCKETS, grad_reduce_in_fp32=False, clip_grad=0.3), DEFAULT),
     "dp_fused": (gpt(inner_optimizer="fused"), DEFAULT),
     "dp_fp16_skip": (gpt(fp16=True, skip_step_at=SKIPPED), AROUND_SKIP),
@@ -96,8 +110,8 @@ TWO_RANKS: dict[str, tuple[TinyGptConfig, Streaming]] = {
         gpt(frozen=("embedding", "output", "linear", "layers.0", "final", "input", "norm.bias")),
         DEFAULT,
     ),
-    "dp_lazy": (gpt(), Streaming(init="lazy")),
-    "tp": (gpt(tensor_parallel=2, swiglu=True), DEFAULT),
+    "dp_lazy": (gpt(), Streaming(bucket_size=BUCKET_BYTES, init="lazy")),
+    "tp": (gpt(MANY_STEPS, tensor_parallel=2, swiglu=True), DEFAULT),
     "tp_tied": (gpt(tensor_parallel=2, tied_embeddings=True, **BUCKETS), DEFAULT),
     "tp_bf16_gradients": (gpt(tensor_parallel=2, grad_reduce_in_fp32=False), DEFAULT),
     "ep": (gpt(experts=4, expert_parallel=2), DEFAULT),
@@ -106,7 +120,7 @@ TWO_RANKS: dict[str, tuple[TinyGptConfig, Streaming]] = {
         DEFAULT,
     ),
     "dp_mixed_homes": (gpt(**BUCKETS), MIXED_HOMES),
-    "ep_mixed_homes": (gpt(experts=4, expert_parallel=2), MIXED_HOMES),
+    "ep_mixed_homes": (gpt(MANY_STEPS, experts=4, expert_parallel=2), MIXED_HOMES),
     "pp_tied": (gpt(pipeline_parallel=2, tied_embeddings=True), DEFAULT),
 }
 CASES = [(1, name) for name in ONE_RANK] + [(2, name) for name in TWO_RANKS]

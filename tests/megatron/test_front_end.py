@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import threading
 import traceback
@@ -45,6 +44,7 @@ from gds_optimizer.megatron.shards import (
 )
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig, TrainingRecord, run_training
 from tests.megatron.harness import compare_records, compare_states, run_ranks
+from tests.megatron.kept_groups import groups_kept
 from tests.megatron.streaming import SMALL_BUCKET_BYTES
 from tests.support.engines import leftovers, open_files
 from tests.support.io_conformance import file_size_limit
@@ -820,21 +820,21 @@ CASES = [(1, each.__name__) for each in ONE_RANK] + [(2, each.__name__) for each
 def run_scenarios(names: list[str], directory: str) -> dict[str, str]:
     """On a rank: each scenario in turn, and what it said where it failed."""
     outcomes = {}
-    resident(SMALL)
-    gc.freeze()  # each training ends with a collection, which need not look at all of torch
-    for name in names:
-        rank = torch.distributed.get_rank()
-        own = Path(directory) / f"{name}-{rank}"
-        own.mkdir(parents=True)
-        try:
-            globals()[name](own)
-        except Exception:
-            if torch.distributed.get_world_size() > 1:
-                raise  # the other ranks wait for this one, and only its end frees them
-            outcomes[name] = traceback.format_exc()
-        else:
-            found = leftovers(own)
-            outcomes[name] = f"left on disk: {found}" if found else ""
+    with groups_kept():
+        resident(SMALL)
+        for name in names:
+            rank = torch.distributed.get_rank()
+            own = Path(directory) / f"{name}-{rank}"
+            own.mkdir(parents=True)
+            try:
+                globals()[name](own)
+            except Exception:
+                if torch.distributed.get_world_size() > 1:
+                    raise  # the other ranks wait for this one, and only its end frees them
+                outcomes[name] = traceback.format_exc()
+            else:
+                found = leftovers(own)
+                outcomes[name] = f"left on disk: {found}" if found else ""
     return outcomes
 
 

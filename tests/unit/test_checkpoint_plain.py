@@ -124,7 +124,7 @@ def test_a_new_process(tmp_path, reference):
 def test_every_optimizer(tmp_path, name):
     options: dict[str, Any] = {
         "make": OPTIMIZERS[name],
-        "bucket_size": 16 * 1024,
+        "bucket_size": 32 * 1024,
         "initialize": "given" if name.startswith("adagrad") else "eager",
     }
     skip = () if name == "sgd_fused" else (3,)  # see test_engine_optimizers
@@ -140,7 +140,7 @@ def test_every_optimizer(tmp_path, name):
         saved = everything(optimizer)
         steps(optimizer, 2, 4)
         end = everything(optimizer)
-    with built(root(tmp_path), **{**options, "bucket_size": 32 * 1024}) as optimizer:
+    with built(root(tmp_path), **{**options, "bucket_size": 48 * 1024}) as optimizer:
         load(optimizer, path)
         compare(saved, everything(optimizer))
         steps(optimizer, 2, 4)

@@ -377,16 +377,22 @@ def slow_owner(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]
 def go_on_while_waiting(
     process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """The other process does its next thing each time that we sleep, `times` times."""
+    """The other process has done its next thing each time that we have slept, `times` times."""
     left = [times]
     sleep = time.sleep
 
     def go_on(duration_s: float) -> None:
         if left[0]:
-            left[0] -= 1
             assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.write("\n")
             process.stdin.flush()
+            # However long it takes: we wait for a few seconds only.
+            if left[0] == times:
+                assert process.stdout.readline() == "named\n"
+            else:
+                process.wait()
+            left[0] -= 1
         sleep(duration_s)
 
     monkeypatch.setattr(lock.time, "sleep", go_on)

@@ -14,8 +14,8 @@ from gds_optimizer.cli import main as cli_main
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import ConfigError
 from gds_optimizer.planning import Rates, engine_plan, plan_streaming
+from gds_optimizer.room import free_bytes
 from gds_optimizer.runtime import Part, Runtime
-from gds_optimizer.store import free_bytes
 
 MOMENTS = [("fp32", "stochastic"), ("bf16", "nearest"), ("int8", "stochastic")]
 

@@ -27,6 +27,8 @@ from gds_optimizer.probe import (
     decide_io_path,
     probe_directories,
 )
+from gds_optimizer.probing import trials
+from gds_optimizer.probing.children import run_child
 
 SHM = Path("/dev/shm")
 CPU = torch.device("cpu")
@@ -560,32 +562,45 @@ def hanging_command(tmp_path: Path, operation: str) -> tuple[str, ...]:
     return (sys.executable, str(path))
 
 
-def test_a_hung_mount_is_given_up(directory, tmp_path):
+@pytest.fixture
+def hurry(monkeypatch):
+    """Give a limit of half a second to one operation; others have all the time that they need."""
+
+    def hurry(operation: str) -> None:
+        def run(request: dict[str, Any], *, timeout_s: float, **options: Any) -> Any:
+            limit_s = 0.5 if request["operation"] == operation else timeout_s
+            return run_child(request, timeout_s=limit_s, **options)
+
+        monkeypatch.setattr(trials, "run_child", run)
+
+    return hurry
+
+
+def test_a_hung_mount_is_given_up(directory, tmp_path, hurry):
+    hurry("directory")
     report = probe_directories(
-        [directory], io="host", timeout_s=1, child_command=hanging_command(tmp_path, "directory")
+        [directory], io="host", child_command=hanging_command(tmp_path, "directory")
     )
     assert report.verdict is None
     finding = named(report.findings)["directory"]
     assert finding.severity is Severity.FATAL
-    assert "did not answer within 1 s" in finding.what
+    assert "did not answer within 0.5 s" in finding.what
     assert list(directory.iterdir()) == []
 
 
-def test_a_hung_driver_leaves_the_host_path(directory, tmp_path):
-    # The limit holds for the healthy children of this probe too: not too short.
-    report = probe_directories(
-        [directory], timeout_s=3, child_command=hanging_command(tmp_path, "machine")
-    )
+def test_a_hung_driver_leaves_the_host_path(directory, tmp_path, hurry):
+    hurry("machine")
+    report = probe_directories([directory], child_command=hanging_command(tmp_path, "machine"))
     assert report.io_path is IoPath.HOST
-    assert "did not answer within 3 s" in named(report.findings)["driver"].what
+    assert "did not answer within 0.5 s" in named(report.findings)["driver"].what
 
 
-def test_a_hung_cufile_is_given_up(directory, tmp_path):
-    with pytest.raises(IoPathError, match="the round trip failed: did not answer within 3 s"):
+def test_a_hung_cufile_is_given_up(directory, tmp_path, hurry):
+    hurry("device")
+    with pytest.raises(IoPathError, match=r"the round trip failed: did not answer within 0\.5 s"):
         decide_io_path(
             StreamConfig(directories=(directory,), io="gds"),
             CUDA,
-            timeout_s=3,
             child_command=hanging_command(tmp_path, "device"),
             root=fake_root(tmp_path, "xfs"),
         )

@@ -14,7 +14,7 @@ from gds_optimizer.slots import Slot
 from gds_optimizer.store import Store
 from tests.support import engines, snapshots
 from tests.support.engines import adamw, grads_of, pair, streamed
-from tests.support.throttled import ThrottledBackend
+from tests.support.uneven import UnevenBackend
 
 SIZES = (40_000, 3, 12_000)
 MORE = (*SIZES, 70, 9_000, 33, 1_000)
@@ -82,7 +82,7 @@ def visits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_slow_drive_is_not_waited_for_while_others_are_ready(roots, monkeypatch):
     """Its share is too large here, so everything else is done long before."""
     fast, slow = roots[:2]
-    backend = ThrottledBackend({fast: 1e12, slow: 2e6}, task_size_bytes=4096)
+    backend = UnevenBackend({fast: 0, slow: 100})
     with (
         contextlib.closing(backend),
         streamed([fast, slow], sizes=SIZES, backend=backend) as each,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gds_optimizer import snapshot_convert
+from gds_optimizer import room
 from gds_optimizer.cli import main as cli_main
 from gds_optimizer.errors import (
     ConfigError,
@@ -316,11 +316,11 @@ def assert_nothing(tmp_path: Path) -> None:
 def test_too_little_room(source, tmp_path, monkeypatch):
     target = tmp_path / "new" / "converted"
     needed = plan_conversion(source, target, StorageForm(moment_dtype="bf16")).needed_bytes
-    monkeypatch.setattr(snapshot_convert, "free_bytes", lambda *directories: needed - 1)
-    with pytest.raises(NoSpaceError, match=f"needs {needed} bytes, and {needed - 1} are free"):
+    monkeypatch.setattr(room, "free_bytes", lambda *directories: needed - 1)
+    with pytest.raises(NoSpaceError, match=f"need {needed} bytes, and {needed - 1} are free"):
         converted(source, target, FORMS["bf16"])
     assert_nothing(tmp_path)
-    monkeypatch.setattr(snapshot_convert, "free_bytes", lambda *directories: needed)
+    monkeypatch.setattr(room, "free_bytes", lambda *directories: needed)
     assert verify(converted(source, target, FORMS["bf16"])) == []
 
 

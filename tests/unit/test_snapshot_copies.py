@@ -580,8 +580,19 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, threading.E
 
 @pytest.mark.usefixtures("impatient")
 def test_a_rank_that_never_comes(tmp_path, three, held_back):
-    held_back[2] = threading.Event()
-    copies = start(three, tmp_path / "3ranks", tmp_path / "copy", wait_for_ranks_s=0.3)
+    # However long the others take: rank 0 begins to wait when rank 1 is there.
+    held_back.update({0: threading.Event(), 2: threading.Event()})
+    made = three.together(
+        lambda engines, placement: SnapshotCopy(
+            tmp_path / "3ranks",
+            tmp_path / "copy",
+            placement=placement,
+            wait_for_ranks_s=60.0 if placement.rank else 0.3,
+        )
+    )
+    copies = all_well(made)
+    wait_until((tmp_path / "copy" / "rank00001").is_dir)
+    held_back[0].set()
     with pytest.raises(SnapshotError, match=r"ranks \[2\] did not arrive in .* within 0.3 s"):
         copies[0].wait()
     with pytest.raises(SnapshotError, match=r"rank 0 has (given up|neither)"):

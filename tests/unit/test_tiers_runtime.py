@@ -253,7 +253,7 @@ def test_suspending_needs_room_for_what_lives_on_the_device(
     run = Run(tmp_path, hbm_budget=LOTS)
     run.train(0, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("gds_optimizer.store.free_bytes", lambda *directories: 5)
+        patch.setattr("gds_optimizer.room.free_bytes", lambda *directories: 5)
         with pytest.raises(NoSpaceError, match="live in memory"):
             run.runtime.suspend()
     assert not run.runtime.pool.is_suspended

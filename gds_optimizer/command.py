@@ -1,0 +1,82 @@
+"""What every command line of the package has in common: types of arguments, errors, exit statuses.
+
+`gds-optimizer` and the benchmarks that are modules of their own (`python -m
+gds_optimizer.bench.tiers`) share it, so that a wrong setting is one line and never a traceback.
+Imports neither torch nor anything that does: `--help` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from gds_optimizer.errors import ConfigError, GdsOptimizerError, IoPathError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_PATH_NOT_TO_BE_HAD = 3
+EXIT_INTERRUPTED = 130
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, also written as 7e9.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < 2**63 or value != int(value):
+        raise argparse.ArgumentTypeError(f"wanted a whole number of at least 1, got {text!r}")
+    return int(value)
+
+
+def seconds(text: str) -> float:
+    """A duration of more than nothing.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"wanted seconds, more than 0, got {text!r}")
+    return value
+
+
+def exit_status(program: str, action: Callable[[], int]) -> int:
+    """Do what a command is for; what goes wrong on the way is one line on standard error.
+
+    Returns:
+        What `action` returns; 2 for a wrong setting, 3 for an I/O path that is not to be had, 1 for
+        any other failure of ours or of the system, 130 after an interrupt.
+    """
+    try:
+        status = action()
+        sys.stdout.flush()
+    except GdsOptimizerError as error:
+        _complain(program, error)
+        if isinstance(error, IoPathError):
+            return EXIT_PATH_NOT_TO_BE_HAD
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except BrokenPipeError:
+        # `| head` is no failure; keep the interpreter from flushing into the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OSError as error:
+        _complain(program, error)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{program}: interrupted\n")
+        return EXIT_INTERRUPTED
+    return status
+
+
+def _complain(program: str, error: Exception) -> None:
+    sys.stderr.write(f"{program}: error: {error}\n")

@@ -1,0 +1,89 @@
+"""A wrong setting of any command is one line and a status, never a traceback."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from gds_optimizer import command
+from gds_optimizer.bench import checkpoints, gds_check, initialization, peers, precision, tiers
+from gds_optimizer.errors import ConfigError, IoPathError, NoSpaceError
+
+ON_DRIVES = (checkpoints, initialization, tiers, peers)
+MAINS = [*ON_DRIVES, gds_check]
+
+
+def arguments(module: object, directory: Path, *more: str) -> list[str]:
+    where = [str(directory)] if module is gds_check else ["--dir", str(directory)]
+    return [*where, *more]
+
+
+@pytest.mark.parametrize("numel", ["nan", "inf", "0", "-5", "1.5", "many"])
+@pytest.mark.parametrize("module", MAINS, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_wrong_number_of_parameters(tmp_path, capsys, module, numel):
+    with pytest.raises(SystemExit) as stopped:
+        module.main(arguments(module, tmp_path, f"--numel={numel}"))
+    assert stopped.value.code == 2
+    assert f"--numel: wanted a whole number of at least 1, got '{numel}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ON_DRIVES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_directory_that_is_not_there(tmp_path, capsys, module):
+    missing = tmp_path / "missing" / "one"
+    options = ("--numel", "1e5", "--device", "cpu")
+    assert module.main(arguments(module, missing, *options)) in (1, 2)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert ": error: " in said
+    assert str(missing) in said
+
+
+@pytest.mark.parametrize("module", ON_DRIVES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_device_that_is_not_there(tmp_path, capsys, module):
+    options = ("--numel", "1e5", "--device", "warp")
+    assert module.main(arguments(module, tmp_path, *options)) == command.EXIT_USAGE
+    assert "error: --device is 'warp'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--seeds", "0"), ("--steps", "-1"), ("--jobs", "0"), ("--limit-s", "nan")],
+)
+def test_wrong_settings_of_the_precision_benchmark(tmp_path, capsys, option, value):
+    with pytest.raises(SystemExit) as stopped:
+        precision.main(["--out", str(tmp_path), f"{option}={value}"])
+    assert stopped.value.code == 2
+    assert f"{option}: wanted " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
+def test_what_is_no_duration(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="wanted seconds, more than 0"):
+        command.seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("it is wrong"), 2),
+        (IoPathError("it is wrong"), 3),
+        (NoSpaceError("it is wrong"), 1),
+        (OSError("it is wrong"), 1),
+    ],
+)
+def test_each_error_has_its_status(capsys, error, status):
+    def fail() -> int:
+        raise error
+
+    assert command.exit_status("program", fail) == status
+    assert capsys.readouterr().err == "program: error: it is wrong\n"
+
+
+def test_an_interrupt_is_said(capsys):
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    assert command.exit_status("program", interrupt) == 130
+    assert capsys.readouterr().err == "program: interrupted\n"
+    assert command.exit_status("program", lambda: 7) == 7
