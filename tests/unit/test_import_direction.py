@@ -35,6 +35,7 @@ ORDER = (
     ("mapping",),
     ("slots",),
     ("drive_speeds",),
+    ("rates",),
     ("pipeline",),
     ("evicted",),
     ("stepper",),
