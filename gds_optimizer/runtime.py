@@ -201,6 +201,18 @@ class Runtime:
                 mend = f" -> {finding.mend}" if finding.mend else ""
                 logger.info("rank %d: %s: %s%s", rank, finding.name, finding.what, mend)
 
+    def prepare_step(self, first: Engine) -> None:
+        """Let engines that are about to step after `first` refuse before that one has stepped.
+
+        They step in turn, each as often: those that have stepped more often had their turn.
+
+        Raises:
+            GdsOptimizerError: of the first that would refuse its step; nothing was done.
+        """
+        for engine in self.engines:
+            if engine is not first and engine.steps <= first.steps:
+                engine.prepare_step()
+
     def suspend(self) -> None:
         """Free the slots, which all engines share, when nothing is in flight any more.
 
@@ -209,7 +221,10 @@ class Runtime:
         Raises:
             StepFailedError: a write that went on behind the last step has failed.
             NoSpaceError: there is no room for those files; nothing was freed.
+            UnsupportedError: a block of `materialized` is open; nothing was freed.
         """
+        for engine in self.engines:
+            engine.check_can_lend()
         for engine in self.engines:
             engine.drain()
         if not self.pool.is_suspended:
