@@ -193,6 +193,11 @@ class SpeedCache:
         return entries if isinstance(entries, dict) else {}
 
 
+def each_drive(directories: Sequence[Path]) -> list[Path]:
+    """The first directory on each file system."""
+    return list({os.stat(each).st_dev: each for each in reversed(directories)}.values())[::-1]
+
+
 def several_drives(directories: Sequence[Path]) -> bool:
     """Whether these directories are on several file systems: each wants a queue of its own."""
     return len({os.stat(directory).st_dev for directory in directories}) > 1

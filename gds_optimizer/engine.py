@@ -31,7 +31,7 @@ from gds_optimizer.pipeline import Pipeline, Ranges
 from gds_optimizer.plan import MAIN_PLANE, EnginePlan
 from gds_optimizer.scalars import Scalars
 from gds_optimizer.slots import Slot, SlotPool
-from gds_optimizer.step_pass import StepPass, late_parameters
+from gds_optimizer.step_pass import StepPass, active_buckets, late_parameters
 from gds_optimizer.stepper import Stepper
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock, PassStats
@@ -135,6 +135,19 @@ class Engine:
                 "when the block writes its values back: do it outside of it"
             )
 
+    def check_can_lend(self) -> None:
+        """Refuse to give the slots away that an open block of `materialized` needs in the end.
+
+        Raises:
+            UnsupportedError
+        """
+        if self._materialized:
+            raise UnsupportedError(
+                "the slots cannot be given back to the device (`offload_to_cpu`) inside "
+                "`materialized`, which writes what was changed back through them when it ends: "
+                "leave the block first"
+            )
+
     def check_usable(self) -> None:
         """Refuse use when closed, forked or failed.
 
@@ -231,13 +244,16 @@ class Engine:
             if not self.pool.is_suspended:  # else they are all there is
                 self.store.drop_written_out()
             return
-        if self.handed_out.writable:
+        self._check_not_loading()
+        self.handed_out.leave()
+        self.handed_out = None
+
+    def _check_not_loading(self) -> None:
+        if self.handed_out is not None and self.handed_out.writable:
             raise StepFailedError(
                 "a checkpoint was being loaded into the optimizer's state and did not finish: "
                 "load it again, or close the optimizer"
             )
-        self.handed_out.leave()
-        self.handed_out = None
 
     def _ordered(self, buckets: Iterable[int]) -> list[int]:
         """Forwards and backwards in turn: a pass starts with what the last one left in slots."""
@@ -257,10 +273,7 @@ class Engine:
             StepFailedError: it could not be completed; the cause says where and why.
             ModelChangedError: the model holds halves of mains and was changed without a reload.
         """
-        while self.before_step:
-            self.before_step.pop(0)()
-        self.check_usable()
-        self.check_not_materialized("an optimizer step")
+        self._begin_step()
         if self._rounded_steps is None:
             # A resumed run must repeat the seeds, and our own count starts anew where a framework
             # resumes from a checkpoint of its own.
@@ -288,6 +301,34 @@ class Engine:
             step_pass.finish()
         self.steps += 1
         self._rounded_steps += 1
+
+    def _begin_step(self) -> None:
+        while self.before_step:
+            self.before_step.pop(0)()
+        self.check_usable()
+        self.check_not_materialized("an optimizer step")
+
+    def prepare_step(self) -> None:
+        """Raise what the next step would raise before it changes anything.
+
+        Where several engines are stepped in turn, one that refuses must do so before another has
+        stepped: else the step could not be taken again. The step itself looks once more.
+
+        Raises:
+            GdsOptimizerError: as `step`; nothing was done.
+        """
+        self._begin_step()
+        self._check_not_loading()
+        if not self.halves.buckets:
+            return
+        self._check_slots()
+        with_gradient = {
+            index
+            for index, binding in enumerate(self.plan.bindings)
+            if binding.main.grad is not None
+        }
+        buckets = active_buckets(self._buckets, with_gradient)
+        self._check_models(buckets, f"optimizer step {self.steps + 1}")
 
     def _check_models(self, buckets: Iterable[int], what: str) -> None:
         """Refuse what needs the halves of mains that the model held, where it was changed.

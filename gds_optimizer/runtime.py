@@ -23,7 +23,7 @@ from gds_optimizer.engine import Engine
 from gds_optimizer.errors import ConfigError, GdsOptimizerError
 from gds_optimizer.homes import Home
 from gds_optimizer.io import IoBackend, make_backend
-from gds_optimizer.plan import Binding, EnginePlan, plan_engine
+from gds_optimizer.plan import Binding, plan_engine
 from gds_optimizer.probe import ProbeReport, Severity, decide_io_path
 from gds_optimizer.self_check import check_optimizer
 from gds_optimizer.slots import SlotPool
@@ -115,7 +115,10 @@ class Runtime:
                 check_optimizer(part.optimizer, config, backend, rank, covered=part.covered)
             tiers = Tiers.plan([plan.layout for plan in plans], config)
             speeds = directory_speeds(config, backend, tiers.nbytes(Home.NVME))
-            pool = cls._make_pool(plans, tiers, config, backend)
+            sizes = tiers.pool_sizes(config.slots)
+            pool = SlotPool(
+                sizes.count, sizes.slot_bytes, backend, scratch_bytes=sizes.scratch_bytes
+            )
             undo.callback(pool.close)
             undo.callback(tiers.close)
             tiers.allocate(pool, rank)
@@ -147,19 +150,6 @@ class Runtime:
             undo.pop_all()
         return runtime
 
-    @staticmethod
-    def _make_pool(
-        plans: Sequence[EnginePlan], tiers: Tiers, config: StreamConfig, backend: IoBackend
-    ) -> SlotPool:
-        moving = tiers.moving_bytes
-        has_buckets = any(plan.layout.buckets for plan in plans)
-        return SlotPool(
-            min(config.slots, len(moving)) if has_buckets else 1,
-            max(moving, default=0),
-            backend,
-            scratch_bytes=max(plan.layout.max_scratch_bytes for plan in plans),
-        )
-
     def _log_setup(self, tiers: Tiers, config: StreamConfig, rank: int) -> None:
         total_bytes = sum(engine.layout.total_bytes for engine in self.engines)
         buckets = sum(len(engine.layout.buckets) for engine in self.engines)
@@ -176,7 +166,7 @@ class Runtime:
         if tiers.count(Home.NVME) != buckets:
             logger.info("rank %d: %s", rank, tiers.describe())
         hint = budget_hint(tiers, config)
-        if hint:
+        if hint is not None:
             logger.info("rank %d: %s", rank, hint)
         if config.main != "fp32":
             logger.info(
@@ -211,6 +201,18 @@ class Runtime:
                 mend = f" -> {finding.mend}" if finding.mend else ""
                 logger.info("rank %d: %s: %s%s", rank, finding.name, finding.what, mend)
 
+    def prepare_step(self, first: Engine) -> None:
+        """Let engines that are about to step after `first` refuse before that one has stepped.
+
+        They step in turn, each as often: those that have stepped more often had their turn.
+
+        Raises:
+            GdsOptimizerError: of the first that would refuse its step; nothing was done.
+        """
+        for engine in self.engines:
+            if engine is not first and engine.steps <= first.steps:
+                engine.prepare_step()
+
     def suspend(self) -> None:
         """Free the slots, which all engines share, when nothing is in flight any more.
 
@@ -219,7 +221,10 @@ class Runtime:
         Raises:
             StepFailedError: a write that went on behind the last step has failed.
             NoSpaceError: there is no room for those files; nothing was freed.
+            UnsupportedError: a block of `materialized` is open; nothing was freed.
         """
+        for engine in self.engines:
+            engine.check_can_lend()
         for engine in self.engines:
             engine.drain()
         if not self.pool.is_suspended:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -75,12 +75,7 @@ class StepPass:
         self._grads = self._gradients.held
         self._classes = scalars.classes() if merger.is_allowed else None
         self._runs: dict[int, BucketRuns] = {}
-        self.active = [
-            index
-            for index, pieces in enumerate(buckets.pieces)
-            if index in buckets.model_is_behind
-            or any(piece.binding in self._grads for piece in pieces)
-        ]
+        self.active = active_buckets(buckets, self._grads)
         self._new_scalars: dict[int, dict[str, Any]] = {}
 
     def visit(self, index: int, slot: Slot, from_disk: bool) -> Ranges:
@@ -246,6 +241,21 @@ class StepPass:
         for (index, _), state in zip(rest, results, strict=True):
             if index not in streamed and state:
                 self.plan.optimizer.state[self.plan.bindings[index].main] = state
+
+
+def active_buckets(buckets: BucketState, with_gradient: Container[int]) -> list[int]:
+    """Buckets that a step visits: those with a gradient, or with mains the model does not know.
+
+    Args:
+        buckets: of an engine.
+        with_gradient: its bindings that have one.
+    """
+    return [
+        index
+        for index, pieces in enumerate(buckets.pieces)
+        if index in buckets.model_is_behind
+        or any(piece.binding in with_gradient for piece in pieces)
+    ]
 
 
 def late_parameters(count: int) -> UnsupportedError:

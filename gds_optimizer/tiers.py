@@ -5,19 +5,58 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from gds_optimizer.config import AUTO_BUDGET, StreamConfig
 from gds_optimizer.homes import Home, assign_homes, fitting
 from gds_optimizer.host_memory import available_bytes, local_share
 from gds_optimizer.io import CopyStreams, MemoryFile
-from gds_optimizer.layout import Layout
+from gds_optimizer.layout import PAGE_BYTES, Layout, align_up
 from gds_optimizer.slots import SlotPool
 
 logger = logging.getLogger(__name__)
 
 _SPARE_BYTES = 2**30
 """Host memory that is never taken: a machine without any left kills processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """What a slot pool takes; arguments of `SlotPool`.
+
+    Attributes:
+        count: slots; 0 where every bucket stays on the device.
+        slot_bytes: of each.
+        scratch_bytes: for the decoded values of one bucket.
+    """
+
+    count: int
+    slot_bytes: int
+    scratch_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostOffer:
+    """What host memory that nobody uses would buy.
+
+    Attributes:
+        available_bytes: of host memory, to this rank.
+        budget_bytes: of host memory to ask for, whole GiB: at most half of what is available.
+        kept: buckets that would live there.
+        moving: buckets that go through a slot in a step.
+    """
+
+    available_bytes: int
+    budget_bytes: int
+    kept: int
+    moving: int
+
+    def __str__(self) -> str:
+        return (
+            f"host memory has {self.available_bytes // 2**30} GiB available to this rank: "
+            f"--stream-optimizer-state-host-budget {self.budget_bytes // 2**30}GiB would keep "
+            f"{self.kept} of {self.moving} buckets off the drives"
+        )
 
 
 class Tiers:
@@ -34,11 +73,20 @@ class Tiers:
         self.in_memory: list[dict[int, MemoryFile]] = [{} for _ in layouts]
 
     @classmethod
-    def plan(cls, layouts: Sequence[Layout], config: StreamConfig) -> Tiers:
-        """Assign homes within the budgets; nothing is taken yet."""
+    def plan(
+        cls, layouts: Sequence[Layout], config: StreamConfig, *, share_bytes: int | None = None
+    ) -> Tiers:
+        """Assign homes within the budgets; nothing is taken yet.
+
+        Args:
+            layouts: of all engines of a process.
+            config: its budgets.
+            share_bytes: host memory available to this process, of which the budget "auto" is the
+                half; by default its share of this machine's.
+        """
         host_budget = config.host_budget
         if host_budget == AUTO_BUDGET:
-            host_budget = local_share(available_bytes()) // 2
+            host_budget = (host_share() if share_bytes is None else share_bytes) // 2
         sizes = [[bucket.file_bytes for bucket in layout.buckets] for layout in layouts]
         homes = assign_homes(
             sizes, hbm_budget_bytes=config.hbm_budget, host_budget_bytes=int(host_budget)
@@ -65,6 +113,33 @@ class Tiers:
     def moving_bytes(self) -> list[int]:
         """Bytes of each bucket that goes through a slot in a step."""
         return self._sizes(Home.HOST, Home.NVME)
+
+    def pool_sizes(self, slots: int) -> PoolSizes:
+        """What the slot pool for these homes takes.
+
+        Args:
+            slots: buckets that may be in memory at once.
+        """
+        moving = self.moving_bytes
+        has_buckets = any(layout.buckets for layout in self.layouts)
+        return PoolSizes(
+            min(slots, len(moving)) if has_buckets else 1,
+            align_up(max(moving, default=PAGE_BYTES), PAGE_BYTES),
+            max((layout.max_scratch_bytes for layout in self.layouts), default=0),
+        )
+
+    def offer(self, share_bytes: int) -> HostOffer | None:
+        """What more host memory would buy; None where that is nothing.
+
+        Args:
+            share_bytes: available to this process, what its buckets take there included.
+        """
+        moving = self.moving_bytes
+        count = fitting(moving, share_bytes // 2 // 2**30 * 2**30)
+        if count <= self.count(Home.HOST):
+            return None
+        needed_gib = -(-sum(moving[:count]) // 2**30)
+        return HostOffer(share_bytes, needed_gib * 2**30, count, len(moving))
 
     def allocate(self, pool: SlotPool, rank: int) -> None:
         """Take the memory, bucket by bucket.
@@ -139,22 +214,11 @@ def _in_host_memory(nbytes: int, streams: CopyStreams) -> MemoryFile:
     return MemoryFile.in_host_memory(nbytes, streams)
 
 
-def budget_hint(tiers: Tiers, config: StreamConfig) -> str:
-    """What host memory that nobody uses would buy; empty where a budget was set or it buys nothing.
+def host_share() -> int:
+    """Bytes of host memory available to this process, if the ranks of this machine share it."""
+    return local_share(available_bytes())
 
-    Half of the available memory, as the budget "auto" would take.
-    """
-    budget: Any = config.host_budget
-    on_nvme = tiers.moving_bytes
-    if budget or not on_nvme:
-        return ""
-    gib = local_share(available_bytes()) // 2 // 2**30
-    count = fitting(on_nvme, gib * 2**30)
-    if not count:
-        return ""
-    needed_gib = -(-sum(on_nvme[:count]) // 2**30)
-    return (
-        f"host memory has {2 * gib} GiB available to this rank: "
-        f"--stream-optimizer-state-host-budget {needed_gib}GiB would keep {count} of "
-        f"{len(on_nvme)} buckets off the drives"
-    )
+
+def budget_hint(tiers: Tiers, config: StreamConfig) -> HostOffer | None:
+    """What host memory would buy that nobody asked for; None where a budget was set."""
+    return None if config.host_budget else tiers.offer(host_share())

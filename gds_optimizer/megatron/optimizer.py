@@ -126,6 +126,12 @@ def streamed_class(base: Any) -> Any:
             with half_grads_kept() if keep_half else contextlib.nullcontext():
                 super()._copy_model_grads_to_main_grads()
 
+        def step_with_ready_grads(self) -> Any:
+            # A chain steps its members in turn: none may refuse after another has stepped.
+            if self._engine is not None and self._runtime is not None:
+                self._runtime.prepare_step(self._engine)
+            return super().step_with_ready_grads()
+
         def _copy_main_params_to_model_params(self) -> None:
             # The engine copied every streamed main while it was in a slot.
             with self._without_streamed_mains():
@@ -253,7 +259,11 @@ def streamed_class(base: Any) -> Any:
         # ------------------------------------------------------------------ moving to the host
 
         def offload_to_cpu(self) -> None:
-            """Free the slots: nothing else of this optimizer's state is on the device."""
+            """Free the slots: nothing else of this optimizer's state is on the device.
+
+            Raises:
+                UnsupportedError: inside `materialized`, which needs them when it ends.
+            """
             if self._runtime is None:
                 super().offload_to_cpu()
                 return

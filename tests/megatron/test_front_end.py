@@ -23,9 +23,11 @@ import torch
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import (
     ClosedError,
+    CorruptBucketError,
     EvictedReadError,
     IoError,
     IoPathError,
+    ModelChangedError,
     StepFailedError,
     UnsupportedError,
 )
@@ -46,7 +48,7 @@ from gds_optimizer.megatron.tiny_gpt import TinyGptConfig, TrainingRecord, run_t
 from tests.megatron.harness import compare_records, compare_states, run_ranks
 from tests.megatron.kept_groups import groups_kept
 from tests.megatron.streaming import SMALL_BUCKET_BYTES
-from tests.support.engines import leftovers, open_files
+from tests.support.engines import leftovers, open_files, same_bits
 from tests.support.io_conformance import file_size_limit
 
 pytestmark = pytest.mark.megatron
@@ -649,6 +651,80 @@ def offloading_and_restoring(directory: Path) -> None:
     same(resident(MOE), run(MOE, stream_config(directory), after_step=away_and_back))
 
 
+def offloading_inside_materialized_is_refused(directory: Path) -> None:
+    """The block needs the slots when it ends: whatever was freed, its changes would be lost."""
+
+    def inside(step: int, chunks: list[Any], optimizer: Any) -> None:
+        parts = distributed_optimizers(optimizer)
+        if step != 1 or not any(map(is_streamed, parts)):
+            return
+        # Of one member of the chain: the slots are everybody's.
+        shard = next(iter(named_shards(parts[-1])))
+        slots = len(parts[0].engine.pool.slots)
+        with materialized([shard.model_param]):
+            values = shard.main_param.detach().clone()
+            with pytest.raises(UnsupportedError, match="offload_to_cpu"):
+                optimizer.offload_to_cpu()
+            assert len(parts[0].engine.pool.slots) == slots
+            assert torch.equal(shard.main_param, values)
+        optimizer.offload_to_cpu()
+        optimizer.restore_from_cpu()
+
+    for options in ({}, {"hbm_budget": 300_000}):
+        found = run(MOE, stream_config(directory, **options), after_step=inside)
+        same(resident(MOE), found)
+
+
+def a_chain_refuses_before_any_member_steps(directory: Path) -> None:
+    """Dense and expert parameters have an engine each; a step that one refuses, none has taken."""
+
+    def refused(step: int, chunks: list[Any], optimizer: Any) -> None:
+        parts = distributed_optimizers(optimizer)
+        if step != 1 or not any(map(is_streamed, parts)):
+            return
+        assert len(parts) == 2
+        engines = [part.engine for part in parts]
+        before = [engine.read_state() for engine in engines]
+        models = [param.detach().clone() for chunk in chunks for param in chunk.parameters()]
+
+        def check_that_step_raises(kind: type[Exception], message: str) -> None:
+            for _ in range(2):
+                with pytest.raises(kind, match=message):
+                    optimizer.step()
+            assert [engine.steps for engine in engines] == [2, 2]
+
+        for part in parts:
+            shard = next(s for s in named_shards(part) if not s.is_native_fp32)
+            flat = shard.model_param.data.view(-1)
+            kept = flat[0].clone()
+            flat[0] += 1
+            check_that_step_raises(ModelChangedError, "reload_model_params")
+            flat[0] = kept
+            with materialized([shard.model_param]):
+                check_that_step_raises(UnsupportedError, "inside `materialized`")
+
+        def damaged() -> None:
+            raise CorruptBucketError("a checkpoint was damaged while it was written")
+
+        for engine in engines:
+            engine.before_step.append(damaged)
+            with pytest.raises(CorruptBucketError):
+                optimizer.step()
+            assert [each.steps for each in engines] == [2, 2]
+
+        for engine, wanted in zip(engines, before, strict=True):
+            for name, entry in engine.read_state().items():
+                for key, value in entry.items():
+                    assert same_bits(wanted[name][key], value), f"{key} of {name}"
+        now = [param for chunk in chunks for param in chunk.parameters()]
+        assert all(map(same_bits, models, now))
+
+    found = run(MOE, stream_config(directory, main="remainder"), after_step=refused)
+    # Hooks before a step know nothing of refusals yet.
+    found.record.hook_calls = resident(MOE).record.hook_calls
+    same(resident(MOE), found)
+
+
 def reloading_while_offloaded(directory: Path) -> None:
     """As reinforcement learning does: weights come while the slots are away."""
     reload_while_offloaded(directory)
@@ -800,6 +876,8 @@ ONE_RANK: list[Callable[[Path], None]] = [
     an_option_of_a_fork_is_set_while_building,
     a_version_without_tests_is_rehearsed,
     offloading_and_restoring,
+    offloading_inside_materialized_is_refused,
+    a_chain_refuses_before_any_member_steps,
     reloading_while_offloaded,
     reloading_while_the_state_on_the_device_is_offloaded,
     lazy_construction_writes_nothing,

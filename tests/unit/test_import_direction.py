@@ -36,6 +36,7 @@ ORDER = (
     ("mapping",),
     ("slots",),
     ("drive_speeds",),
+    ("rates",),
     ("pipeline",),
     ("evicted",),
     ("stepper",),

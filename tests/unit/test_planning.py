@@ -13,9 +13,12 @@ from gds_optimizer.bench.steps import synthetic_optimizer
 from gds_optimizer.cli import main as cli_main
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import ConfigError
-from gds_optimizer.planning import Rates, engine_plan, plan_streaming
+from gds_optimizer.homes import Home
+from gds_optimizer.planning import engine_plan, plan_streaming
+from gds_optimizer.rates import Rates
 from gds_optimizer.room import free_bytes
 from gds_optimizer.runtime import Part, Runtime
+from gds_optimizer.tiers import Tiers
 
 MOMENTS = [("fp32", "stochastic"), ("bf16", "nearest"), ("int8", "stochastic")]
 
@@ -59,6 +62,76 @@ def test_a_run_takes_what_is_planned(tmp_path, numel, dtype, rounding):
         runtime.close_engine(engine)
 
 
+@pytest.mark.parametrize("main", ["fp32", "remainder"])
+@pytest.mark.parametrize(
+    "budgets", [(2**30, 0), (0, 2**30), (110_000, 0), (0, 110_000), (110_000, 60_000), (9, 9)]
+)
+def test_a_run_with_budgets_takes_what_is_planned(tmp_path, budgets, main):
+    hbm_budget, host_budget = budgets
+    config = config_of(tmp_path, hbm_budget=hbm_budget, host_budget=host_budget, main=main)
+    numel, device = 50_001, torch.device("cpu")
+    plan = plan_streaming(numel, config)
+    optimizer, bindings = synthetic_optimizer(numel, device)
+    runtime = Runtime.build(
+        [Part(optimizer, bindings, "opt0")], config, device=device, rank=0, eager=True
+    )
+    (engine,) = runtime.engines
+    try:
+        memory = engine.store.in_memory.values()
+        found = {
+            Home.DEVICE.value: [f.memory.numel() for f in memory if f.stays_on_device],
+            Home.HOST.value: [f.memory.numel() for f in memory if not f.stays_on_device],
+            Home.NVME.value: [f.stat().st_size for f in tmp_path.rglob("bucket*.bin")],
+        }
+        assert plan.buckets_by_home == {home: len(sizes) for home, sizes in found.items()}
+        assert plan.bytes_by_home == {home: sum(sizes) for home, sizes in found.items()}
+        assert plan.device_bytes == runtime.pool.nbytes + sum(found["device"])
+        assert (plan.files, plan.local_bytes) == (len(found["nvme"]), sum(found["nvme"]))
+        assert plan.local_host_bytes == sum(found["host"])
+        for _ in range(2):
+            for binding in bindings:
+                binding.main.grad = torch.ones(binding.main.numel())
+            engine.step()
+            engine.drain()
+        assert engine.last_stats.written_bytes == plan.written_bytes
+        assert engine.last_stats.host_written_bytes == plan.host_written_bytes
+        assert engine.last_stats.device_buckets == plan.buckets_by_home["device"]
+        kept_bytes = plan.slots * plan.slot_bytes
+        read_bytes = engine.last_stats.read_bytes + engine.last_stats.host_read_bytes
+        assert plan.pcie_bytes - kept_bytes <= read_bytes <= plan.pcie_bytes
+    finally:
+        runtime.close_engine(engine)
+
+
+@pytest.mark.parametrize("hbm_budget", [0, 110_000])
+def test_unused_memory_is_that_of_the_log(tmp_path, hbm_budget):
+    """What the plan says more memory would buy is what the same run says, and what it then gets."""
+    config = config_of(tmp_path, hbm_budget=hbm_budget)
+    available = 4 * 2**30
+    plan = plan_streaming(50_001, config, host_memory_bytes=2 * available, ranks=4, local_ranks=2)
+    tiers = Tiers.plan([engine_plan(plan.rank_numel, config).layout], config)
+    offer = tiers.offer(available)
+    assert offer is not None
+    assert str(offer) in plan.to_text()
+    assert plan.unused.host_budget_bytes == offer.budget_bytes == 2**30
+    assert plan.unused.buckets_off_drives == offer.kept == plan.buckets_by_home["nvme"] > 0
+    assert plan.unused.read_bytes == 0
+    assert plan_streaming(50_001, config, host_memory_bytes=2**31 - 1).unused is None
+    asked = plan_streaming(50_001, config_of(tmp_path, host_budget=2**30), host_memory_bytes=2**40)
+    assert asked.unused is None
+
+
+def test_auto_is_the_half_of_a_machine_s_memory_by_its_ranks(tmp_path):
+    config = config_of(tmp_path, host_budget="auto")
+    layout = engine_plan(12_501, config).layout
+    room_bytes = layout.buckets[0].file_bytes + layout.buckets[1].file_bytes
+    plan = plan_streaming(
+        50_001, config, ranks=4, local_ranks=2, host_memory_bytes=2 * 2 * room_bytes
+    )
+    assert plan.buckets_by_home == {"device": 0, "host": 2, "nvme": len(layout.buckets) - 2}
+    assert plan.local_host_bytes == 2 * room_bytes
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 7])
 def test_ranks_share_the_parameters(tmp_path, ranks):
     """All that the ranks have together is one number for each of them, added up."""
@@ -98,6 +171,20 @@ def test_the_optimizer_decides_what_is_kept(tmp_path):
 )
 def test_seconds(rates, wanted):
     assert Rates(**rates).step_s(10**10, 10**10) == wanted
+
+
+@pytest.mark.parametrize(
+    ("rates", "moved", "wanted"),
+    [
+        ({}, (0, 0, 0), (0.0, 0.0)),
+        ({"mixed_gbps": 5.0}, (10**10, 10**10, 10**10), None),
+        ({"copy_gbps": 50.0}, (0, 0, 10**11), (2.0, 2.0)),
+        ({"copy_gbps": 50.0}, (1, 1, 10**11), None),
+        ({"mixed_gbps": 5.0, "copy_gbps": 50.0}, (10**10, 10**10, 10**11), (4.0, 6.0)),
+    ],
+)
+def test_seconds_with_copies(rates, moved, wanted):
+    assert Rates(**rates).step_s(*moved) == wanted
 
 
 def test_seconds_are_of_the_ranks_of_a_machine(tmp_path):
@@ -149,6 +236,7 @@ def test_the_command(tmp_path, capsys):
     assert run(*arguments) == 0
     text = capsys.readouterr().out
     assert "16.80 s a step, estimated, with 8 ranks on a machine's drives" in text
+    assert "on the device 0 (0.00 GB), in host memory 0 (0.00 GB), on NVMe 53" in text
     assert "10.50 GB a rank, 84.00 GB in all" in text
     assert ("it does not fit" in text) is not found["fits"]
 
@@ -157,7 +245,7 @@ def test_without_directories_and_rates(capsys):
     assert run("--numel", 1e6, "--moment-dtype", "int8", "--bucket-size", "96KiB") == 0
     text = capsys.readouterr().out
     assert "exp_avg fp32:int8-signed-sr" in text
-    assert "not known without rates" in text
+    assert "time        unknown: no rate was given or measured" in text
     assert "free" not in text
 
 
@@ -181,6 +269,37 @@ def test_rates_of_a_benchmark(tmp_path, capsys):
     assert run("--numel", 4e5, "--bench", file, "--mixed-gbps", 0.5, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step_low_s"] == pytest.approx(moved_bytes / 0.5e9 * ratio)
+
+
+def test_budgets_and_a_machine(capsys):
+    options = ("--numel", "7e9", "--ranks", 8, "--host-memory", "400GiB", "--hbm-budget", "1GiB")
+    assert run(*options, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["buckets_by_home"] == {"device": 5, "host": 0, "nvme": 48}
+    unused = found["unused"]
+    assert unused["available_bytes"] == 50 * 2**30
+    assert (unused["buckets_off_drives"], unused["read_bytes"]) == (48, 0)
+    rates = ("--mixed-gbps", 8, "--copy-gbps", 50)
+    assert run(*options, *rates) == 0
+    text = capsys.readouterr().out
+    assert "host memory has 50 GiB available to this rank" in text
+    assert "would keep 48 of 48 buckets off the drives, which then read 0.00 GB a rank: 0.3" in text
+    assert run(*options, "--host-budget", "auto", *rates) == 0
+    text = capsys.readouterr().out
+    assert "on NVMe 0" in text
+    assert "unused" not in text
+    assert run("--numel", "1e9", "--hbm-budget", "1TiB") == 0
+    assert "nothing moves" in capsys.readouterr().out
+
+
+def test_rates_that_are_measured(tmp_path, capsys):
+    options = ("--numel", 1e6, "--dir", tmp_path, "--measure", "--allow-tmpfs", "--io", "host")
+    assert run(*options, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step_low_s"] == found["step_high_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+    assert run("--numel", 1e6, "--measure") == 2
+    assert "--measure needs --dir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"limit": {"read_gbps": 1}}', None])
