@@ -35,6 +35,8 @@ ORDER = (
     ("mapping",),
     ("slots",),
     ("drive_speeds",),
+    ("tuning_measure", "tuning_cache"),
+    ("tuning",),
     ("pipeline",),
     ("evicted",),
     ("stepper",),
