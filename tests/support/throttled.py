@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -56,3 +57,39 @@ class ThrottledBackend(DirectBackend):
         file = ThrottledFile(path, self, open_direct(path))
         file.throttle = next(t for root, t in self.throttles.items() if root in path.parents)
         return file
+
+
+class DuplexFile(DirectFile):
+    """A file on a drive with a throttle for each direction."""
+
+    throttles: Mapping[str, Throttle]
+    executors: Mapping[str, ThreadPoolExecutor]
+
+    def start_task(self, operation: str, buffer: torch.Tensor, file_offset: int) -> Task:
+        self._executor = self.executors[operation]
+        self._executor.submit(self.throttles[operation].take, buffer.numel())
+        return super().start_task(operation, buffer, file_offset)
+
+
+class DuplexBackend(DirectBackend):
+    """One drive that reads and writes at the same time, or takes turns, each at its rate.
+
+    Args: read, write: bytes a second. takes_turns: a single thread serves both.
+    """
+
+    def __init__(self, *, read: float, write: float, takes_turns: bool = False) -> None:
+        super().__init__(1, 2**20)
+        self.throttles = {"read": Throttle(read), "write": Throttle(write)}
+        reading = ThreadPoolExecutor(1)
+        writing = reading if takes_turns else ThreadPoolExecutor(1)
+        self.executors = {"read": reading, "write": writing}
+
+    def open_file(self, path: Path) -> DirectFile:
+        file = DuplexFile(path, self, open_direct(path))
+        file.throttles, file.executors = self.throttles, self.executors
+        return file
+
+    def release(self) -> None:
+        super().release()
+        for executor in self.executors.values():
+            executor.shutdown()
