@@ -111,15 +111,17 @@ class StreamConfig:
             `auto` does so where the model's parameter is bf16, and stores fp32 elsewhere.
         tune: `auto` measures at setup, where a rank keeps 2 GiB or more on drives, which of the
             proven paths is faster (with `io` left at `auto`) and which of `io_threads` and
-            `io_task_size` that were not given; `never` takes their defaults. No bit depends on it.
+            `io_task_size` that were not given; `never` takes their defaults. With three drives or
+            more, where neither `slots` nor `bucket_size` were given and moments are kept in fp32,
+            more and smaller buckets take the memory of the default ones. No bit depends on it.
         trace: a file for a timeline of the passes, in Chrome's trace format; None for none. With
             several ranks, each puts its number into the name, in place of `{rank}` if it is there.
     """
 
     directories: tuple[Path, ...]
     io: str = "auto"
-    bucket_size: int = 192 * 2**20
-    slots: int = 3
+    bucket_size: int = Default(192 * 2**20)
+    slots: int = Default(3)
     init: str = "auto"
     io_threads: int = Default(16)
     io_task_size: int = Default(16 * 2**20)

@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from gds_optimizer.slots import SlotPool
 from gds_optimizer.store import Store
 from gds_optimizer.tiers import Tiers, budget_hint
 from gds_optimizer.tracing import Tracer, trace_path
-from gds_optimizer.tuning import Tuning, bucket_advice, is_wanted, tune
+from gds_optimizer.tuning import Tuning, bucket_advice, choose_shape, is_wanted, tune
 from gds_optimizer.written_out import lend_device_memory, take_device_memory
 
 logger = logging.getLogger(__name__)
@@ -93,23 +93,18 @@ class Runtime:
         Raises:
             GdsOptimizerError: what failed; no file, descriptor, thread or buffer stays behind.
         """
-        plans = [
-            plan_engine(
-                part.optimizer,
-                part.bindings,
-                config.bucket_size,
-                moment_dtype=config.moment_dtype,
-                moment_rounding=config.moment_rounding,
-                main=config.main,
-            )
-            for part in parts
-        ]
+        plans = _plans(parts, config)
         state_bytes = sum(plan.layout.total_bytes for plan in plans)
         report = decide_io_path(config, device, try_all=is_wanted(config, state_bytes))
         tiers = Tiers.plan([plan.layout for plan in plans], config)
         tuning = tune(config, report, device, tiers.nbytes(Home.NVME))
         if tuning.timings:
             report = report.with_timings(tuning.io_path, tuning.path_timings())
+        slots, bucket_bytes = choose_shape(tuning, config)
+        if (slots, bucket_bytes) != (config.slots, config.bucket_size):
+            config = replace(config, slots=slots, bucket_size=bucket_bytes)
+            plans = _plans(parts, config)
+            tiers = Tiers.plan([plan.layout for plan in plans], config)
         with contextlib.ExitStack() as undo:
             backend = make_backend(
                 report.io_path,
@@ -265,6 +260,21 @@ class Runtime:
         finally:
             if not self.engines:
                 _close_shared(self.pool, self.backend, self._pid)
+
+
+def _plans(parts: Sequence[Part], config: StreamConfig) -> list[EnginePlan]:
+    """How each part is laid out."""
+    return [
+        plan_engine(
+            part.optimizer,
+            part.bindings,
+            config.bucket_size,
+            moment_dtype=config.moment_dtype,
+            moment_rounding=config.moment_rounding,
+            main=config.main,
+        )
+        for part in parts
+    ]
 
 
 def _tracer(path: Path, rank: int, device: torch.device) -> Tracer:

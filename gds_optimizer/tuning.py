@@ -1,10 +1,9 @@
-"""What is chosen by measuring at setup: the faster of two proven paths, threads, size of tasks.
+"""What is chosen by measuring at setup: path, threads and size of tasks, slots and bucket size.
 
 Scope: which of these is anybody's choice and which is measured, on which drives, once for all ranks
 of a machine, and what is said about it. `tuning_measure` measures, `tuning_cache` remembers.
-Anti-scope: results do not depend on what is chosen here, so neither slots nor the bucket size,
-which decide how files are cut and what is rounded with what, are chosen: `bucket_advice` says where
-other ones would be worth their memory.
+Anti-scope: nothing that is chosen here changes a result or takes more memory than the defaults;
+`bucket_advice` says where more memory would pay.
 """
 
 from __future__ import annotations
@@ -49,6 +48,8 @@ GRID = (
 
 BUCKET_OVERHEAD = 0.05
 """What part of a bucket's time may be spent on what does not depend on its size."""
+MANY_DRIVES = 3
+"""Drives for which three slots are too few to keep all of them busy."""
 VISIT_S = 0.001
 """That the control loop and kernels' launches take for a bucket, about."""
 
@@ -418,21 +419,47 @@ def time_report(report: ProbeReport, *, device: torch.device) -> tuple[ProbeRepo
     return report.with_timings(io_path, tuning.path_timings()), tuning
 
 
+def choose_shape(tuning: Tuning, config: StreamConfig) -> tuple[int, int]:
+    """Number of slots, and bytes of a bucket, within the memory that the configured ones take.
+
+    Each drive wants a transfer in flight while two more slots overlap with it; with one or two
+    drives three slots do that as well. More slots mean smaller buckets, down to where what a bucket
+    costs however small it is would show. Nothing changes where somebody chose either number, or
+    where moments are rounded: each bucket is rounded by itself, so that others would come out.
+    """
+    usual = config.slots, config.bucket_size
+    is_free = not config.is_given("slots") and not config.is_given("bucket_size")
+    if len(tuning.own) < MANY_DRIVES or not is_free or config.moment_dtype != "fp32":
+        return usual
+    slots = len(tuning.own) + 2
+    bucket_bytes = config.slots * config.bucket_size // slots // MiB * MiB
+    return (slots, bucket_bytes) if bucket_bytes >= least_bucket_bytes(tuning) else usual
+
+
+def least_bucket_bytes(tuning: Tuning) -> float:
+    """What a bucket must have for its fixed cost to be a twentieth of its time, at most.
+
+    That cost is a page's round trip, and what the loop takes; its time, what the drives need to
+    read and to write it.
+    """
+    cost_s = VISIT_S + max(each.measurement.round_trip_s for each in tuning.own)
+    return cost_s / BUCKET_OVERHEAD * tuning.mixed / 2
+
+
 def bucket_advice(tuning: Tuning, config: StreamConfig) -> str:
     """Where more slots or larger buckets would pay for their memory, in words; often empty.
 
-    Slots: each drive wants a transfer of its own in flight while another bucket is stepped. Bucket
-    size: what a bucket costs however small it is (a page's round trip, and the control loop) should
-    be a twentieth of the time in which the drives read and write its bytes.
+    Args:
+        tuning: what was measured.
+        config: with the slots and the bucket size that are used.
     """
     if not tuning.own:
         return ""
     advice = []
     wanted_slots = len(tuning.own) + 2
-    if config.slots < wanted_slots:
+    if config.slots < wanted_slots and len(tuning.own) >= MANY_DRIVES:
         advice.append(f"--stream-optimizer-state-slots {wanted_slots}")
-    cost_s = VISIT_S + max(each.measurement.round_trip_s for each in tuning.own)
-    wanted_bytes = cost_s / BUCKET_OVERHEAD * tuning.mixed / 2
+    wanted_bytes = least_bucket_bytes(tuning)
     if config.bucket_size < wanted_bytes:
         wanted_mib = -(-int(wanted_bytes) // (64 * MiB)) * 64
         advice.append(f"--stream-optimizer-state-bucket-size {wanted_mib}MiB")

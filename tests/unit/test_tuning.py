@@ -30,7 +30,7 @@ from gds_optimizer.io import IoPath, make_backend
 from gds_optimizer.plan import Binding
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
-from gds_optimizer.tuning import GRID, Tuning, bucket_advice, choose, grid_for, tune
+from gds_optimizer.tuning import GRID, Tuning, bucket_advice, choose, choose_shape, grid_for, tune
 from gds_optimizer.tuning_cache import TuningCache, TurnError, drive_key
 from gds_optimizer.tuning_measure import (
     Measurement,
@@ -564,26 +564,48 @@ def test_a_rank_that_waits_for_too_long_takes_the_defaults(tmp_path, monkeypatch
     assert "another process has been measuring this drive" in caplog.text
 
 
-# ---------------------------------------------------------------------- advice
+# ---------------------------------------------------------------------- slots, bucket size
+
+
+def drives_of(directory: Path, count: int, mixed: float) -> Tuning:
+    """As if so many drives gave this much together."""
+    found = measurement(mixed=mixed / count)
+    timing = tuning.DriveTiming(directory, IoPath.HOST, found, False)
+    return Tuning(IoPath.HOST, A_POINT, (timing,) * count)
 
 
 def test_where_larger_buckets_would_pay(tmp_path):
     config = StreamConfig(directories=(tmp_path,))
 
     def advice(mixed: float, drives: int = 1, **settings: Any) -> str:
-        found = measurement(mixed=mixed / drives)
-        timings = tuple(
-            tuning.DriveTiming(tmp_path, IoPath.GDS, found, False) for _ in range(drives)
-        )
-        result = Tuning(IoPath.GDS, A_POINT, timings)
-        return bucket_advice(result, replace(config, **settings))
+        return bucket_advice(drives_of(tmp_path, drives, mixed), replace(config, **settings))
 
     assert advice(2e9) == ""  # 200 ms a bucket, for about one of overhead
     assert "--stream-optimizer-state-bucket-size 576MiB" in advice(50e9)
     assert advice(50e9, bucket_size="576MiB") == ""
     assert "--stream-optimizer-state-slots 6" in advice(8e9, drives=4)
     assert advice(8e9, drives=4, slots=6) == ""
-    assert bucket_advice(Tuning(IoPath.GDS, A_POINT), config) == ""
+    assert advice(4e9, drives=2) == ""
+    assert bucket_advice(Tuning(IoPath.HOST, A_POINT), config) == ""
+
+
+def test_many_drives_get_more_slots_for_the_same_memory(tmp_path):
+    config = StreamConfig(directories=(tmp_path,))
+    usual = (3, 192 * MIB)
+
+    def shape(drives: int, mixed: float = 8e9, **settings: Any) -> tuple[int, int]:
+        return choose_shape(drives_of(tmp_path, drives, mixed), replace(config, **settings))
+
+    assert [shape(drives) for drives in (1, 2)] == [usual, usual]
+    assert shape(3) == (5, 115 * MIB)
+    assert shape(4) == (6, 96 * MIB)
+    assert all(slots * size <= 3 * 192 * MIB for slots, size in map(shape, range(1, 20)))
+    # Such buckets would cost too much of their time.
+    assert shape(4, 50e9) == usual
+    assert shape(4, slots=3) == usual
+    assert shape(4, bucket_size=192 * MIB) == usual
+    assert shape(4, moment_dtype="int8") == usual
+    assert choose_shape(Tuning(IoPath.HOST, A_POINT), config) == usual
 
 
 # ---------------------------------------------------------------------- setting up
@@ -658,3 +680,39 @@ def test_a_faster_path_is_what_the_runtime_takes(tmp_path, monkeypatch):
         assert made.report.io_path is IoPath.HOST
         assert [each.io_path for each in made.report.timings] == [IoPath.POSIX, IoPath.HOST]
         assert "posix 2.00 GB/s, host 3.00 GB/s" in made.tuning.describe()
+
+
+@pytest.mark.parametrize("given", [{}, {"slots": 3}], ids=["chosen", "given"])
+def test_a_runtime_over_many_drives(tmp_path, monkeypatch, given):
+    """It cuts the state anew, and the bits are the same."""
+    drives = drives_of(tmp_path, 4, 8e9)
+    monkeypatch.setattr(tuning, "MIN_STATE_BYTES", 1)
+    monkeypatch.setattr(tuning, "time_paths", lambda *args, **options: drives.timings)
+    numel = 18_000_000  # two buckets of 16 Mi elements, three of 8 Mi
+    model = first_values([numel])[0]
+    resident_main = model.float()
+    resident = adamw([resident_main])
+    main = evicted_like(model, dtype=torch.float32, name="main")
+    optimizer = adamw([torch.ones(1)])
+    optimizer.param_groups[0]["params"] = [main]
+    part = Part(optimizer, [Binding("p", main, model)], "opt")
+    config = StreamConfig(directories=(tmp_path,), **given)
+    made = Runtime.build([part], config, device=CPU, rank=0, eager=True)
+    try:
+        buckets, size = (2, 192 * MIB) if given else (3, 96 * MIB)
+        assert len(made.engines[0].layout.buckets) == buckets
+        assert made.config.bucket_size == size
+        assert made.config.slots == (3 if given else 6)
+        assert made.pool.slot_bytes == pytest.approx(size, abs=MIB)
+        undo = install_step(optimizer, made.engines[0].step)
+        for step in range(2):
+            (grad,) = grads_of([numel], step)
+            main.grad, resident_main.grad = grad, grad.clone()
+            optimizer.step()
+            resident.step()
+        state = made.engines[0].read_state()["p"]
+        undo()
+    finally:
+        made.close_engine(made.engines[0])
+    assert same_bits(state["main"], resident_main)
+    assert same_bits(state["exp_avg"], resident.state[resident_main]["exp_avg"])
