@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -122,6 +123,17 @@ class Tuning:
             )
             for each in self.timings
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data: what was chosen, `why_not` anything was timed, and what was."""
+        return {
+            "io_path": self.io_path.value,
+            "threads": self.point.threads,
+            "task_bytes": self.point.task_bytes,
+            "half_duplex": self.is_half_duplex,
+            "why_not": self.why_not,
+            "timings": [each.to_dict() for each in self.path_timings()],
+        }
 
     def describe(self) -> str:
         """In one line: path, figures, threads, size of tasks, duplex, where from, how long."""

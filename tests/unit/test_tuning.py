@@ -275,6 +275,9 @@ def test_the_faster_path_is_taken_not_the_preferred_one(in_memory):
     assert line.startswith("io path posix (")
     assert "2 threads, tasks of " in line
     assert "measured in" in line
+    data = json.loads(json.dumps(result.to_dict()))
+    assert (data["io_path"], data["threads"]) == ("posix", 2)
+    assert [each["io_path"] for each in data["timings"]] == ["host", "posix"]
     # The other way round the preferred one is the faster one, and stays.
     other = tuned(in_memory, IoPath.POSIX, IoPath.HOST, make=Maker(host=slow), io_threads=3)
     assert other.io_path is IoPath.POSIX
