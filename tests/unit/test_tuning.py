@@ -660,8 +660,8 @@ def test_a_faster_path_is_what_the_runtime_takes(tmp_path, monkeypatch):
     """The verdict of the probe is replaced by that of the clock, and everything follows it."""
     monkeypatch.setattr(tuning, "MIN_STATE_BYTES", 1)
     asked: list[bool] = []
-    a = timing(IoPath.POSIX, str(tmp_path), {A_POINT: 2e9})
-    b = timing(IoPath.HOST, str(tmp_path), {A_POINT: 3e9})
+    a = timing(IoPath.POSIX, str(tmp_path), {GRID[0]: 2e9})
+    b = timing(IoPath.HOST, str(tmp_path), {GRID[0]: 1e9, GRID[4]: 3e9})
 
     def decide(config: StreamConfig, device: torch.device, *, try_all: bool) -> Any:
         asked.append(try_all)
@@ -680,6 +680,8 @@ def test_a_faster_path_is_what_the_runtime_takes(tmp_path, monkeypatch):
         stack.callback(made.close_engine, made.engines[0])
         assert asked == [True]
         assert made.backend.io_path is IoPath.HOST
+        backend: Any = made.backend
+        assert (backend.threads, backend.task_size_bytes) == GRID[4] != GRID[0]
         assert made.report.io_path is IoPath.HOST
         assert [each.io_path for each in made.report.timings] == [IoPath.POSIX, IoPath.HOST]
         assert "posix 2.00 GB/s, host 3.00 GB/s" in made.tuning.describe()
