@@ -274,7 +274,8 @@ def tune(
         )
     except (OSError, GdsOptimizerError) as error:
         logger.warning(
-            "the drives behind %s could not be measured (%s): the defaults are taken",
+            "the drives behind %s could not be measured (%s): the defaults are taken; "
+            "--stream-optimizer-state-tune never does so without trying",
             ", ".join(map(str, config.directories)),
             error,
         )
