@@ -35,7 +35,17 @@ MOMENT_DTYPE_CHOICES = ("fp32", "bf16", "int8")
 MOMENT_ROUNDING_CHOICES = ("nearest", "stochastic")
 AUTO_BUDGET = "auto"
 MAIN_CHOICES = ("auto", "fp32", "remainder")
+TUNE_CHOICES = ("auto", "never")
 _MAX_TIMEOUT_S = 86_400
+
+
+class Default(int):
+    """A number that nobody gave: what is used unless a measurement at setup finds a better one.
+
+    It is an int in every respect; `StreamConfig.is_given` tells it from the same number given.
+    """
+
+    __slots__ = ()
 
 
 def parse_size(text: str | int) -> int:
@@ -78,8 +88,8 @@ class StreamConfig:
         init: when the first main parameters are written: `eager` at construction, `lazy` in the
             first step, `auto` eagerly, except that `from_args` makes it lazy where the framework's
             arguments name weights to load.
-        io_threads: I/O requests in flight.
-        io_task_size: bytes of one request, a multiple of 4096.
+        io_threads: I/O requests in flight. Not given: see `tune`.
+        io_task_size: bytes of one request, a multiple of 4096. Not given: see `tune`.
         io_timeout_s: a transfer that takes longer fails the step; the error names its file.
         allow_tmpfs: accept a directory in memory (tmpfs, ramfs), which offloads nothing.
         async_save: the framework writes checkpoints while training goes on. What it is given then
@@ -99,17 +109,22 @@ class StreamConfig:
         main: how main parameters are kept between steps; lossless in every case. `remainder`
             stores the 16 bits that a bf16 model parameter lacks and refuses other parameters;
             `auto` does so where the model's parameter is bf16, and stores fp32 elsewhere.
+        tune: `auto` measures at setup, where a rank keeps 2 GiB or more on drives, which of the
+            proven paths is faster (with `io` left at `auto`) and which of `io_threads` and
+            `io_task_size` that were not given; `never` takes their defaults. With three drives or
+            more, where neither `slots` nor `bucket_size` were given and moments are kept in fp32,
+            more and smaller buckets take the memory of the default ones. No bit depends on it.
         trace: a file for a timeline of the passes, in Chrome's trace format; None for none. With
             several ranks, each puts its number into the name, in place of `{rank}` if it is there.
     """
 
     directories: tuple[Path, ...]
     io: str = "auto"
-    bucket_size: int = 192 * 2**20
-    slots: int = 3
+    bucket_size: int = Default(192 * 2**20)
+    slots: int = Default(3)
     init: str = "auto"
-    io_threads: int = 16
-    io_task_size: int = 16 * 2**20
+    io_threads: int = Default(16)
+    io_task_size: int = Default(16 * 2**20)
     io_timeout_s: float = 300.0
     allow_tmpfs: bool = False
     async_save: bool = False
@@ -120,6 +135,7 @@ class StreamConfig:
     host_budget: int | str = 0
     main: str = "fp32"
     directory_weights: tuple[float, ...] = ()
+    tune: str = "auto"
     trace: Path | None = None
 
     def __post_init__(self) -> None:
@@ -171,6 +187,7 @@ class StreamConfig:
         self._check_choice("moment_dtype", MOMENT_DTYPE_CHOICES)
         self._check_choice("moment_rounding", MOMENT_ROUNDING_CHOICES)
         self._check_choice("main", MAIN_CHOICES)
+        self._check_choice("tune", TUNE_CHOICES)
         self._check_range("slots", 1, 64)
         self._check_range("io_threads", 1, 256)
         self._check_range("bucket_size", PAGE_BYTES, 2**40)
@@ -228,6 +245,10 @@ class StreamConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ConfigError(f"{name} is {value!r}, wanted a whole number from {low} to {high}")
+
+    def is_given(self, name: str) -> bool:
+        """Whether somebody chose this number, be it the default one."""
+        return not isinstance(getattr(self, name), Default)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> StreamConfig | None:
@@ -346,6 +367,11 @@ _FLAGS = (
         nargs="+",
         metavar="W",
         word="dir_weights",
+    ),
+    _Flag(
+        "tune",
+        "Measure at setup what was not given: the faster path, threads and task size.",
+        choices=TUNE_CHOICES,
     ),
     _Flag("trace", "A file for a timeline of the steps, for Chrome or Perfetto.", type=Path),
 )

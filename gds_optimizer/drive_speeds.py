@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,11 @@ def measure_mixed_rate(directory: Path, backend: IoBackend) -> float:
 
 
 def directory_speeds(
-    config: StreamConfig, backend: IoBackend, state_bytes: int
+    config: StreamConfig,
+    backend: IoBackend,
+    state_bytes: int,
+    *,
+    measured: Mapping[int, float] | None = None,
 ) -> tuple[float, ...]:
     """The speeds by which the buckets of a rank are spread over its directories.
 
@@ -90,6 +94,7 @@ def directory_speeds(
         config: its `directory_weights` are taken where there are any.
         backend: moves the bytes.
         state_bytes: of all optimizers of this rank.
+        measured: rates that are known already, by the number of the drive.
 
     Returns:
         One number for each directory; equal ones where there is one drive, or little state.
@@ -101,11 +106,11 @@ def directory_speeds(
     if len(set(devices)) == 1 or state_bytes < MIN_STATE_BYTES * len(directories):
         return equal_speeds(len(directories))
     cache = SpeedCache()
-    rates: dict[int, float] = {}
+    rates: dict[int, float] = dict(measured or {})
     for directory, device in zip(directories, devices, strict=True):
         if device in rates:
             continue
-        key = f"{backend.io_path}:{_identity(device)}"
+        key = f"{backend.io_path}:{drive_identity(device)}"
         known = cache.get(key)
         if known is None:
             try:
@@ -132,7 +137,7 @@ def directory_speeds(
     return speeds
 
 
-def _identity(device: int) -> str:
+def drive_identity(device: int) -> str:
     """A file system's device number, and the model of its drive where the kernel tells it."""
     numbers = f"{os.major(device)}:{os.minor(device)}"
     place = Path("/sys/dev/block", numbers)

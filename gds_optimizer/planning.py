@@ -20,7 +20,7 @@ from gds_optimizer.homes import Home
 from gds_optimizer.host_memory import available_bytes
 from gds_optimizer.plan import Binding, EnginePlan, plan_engine
 from gds_optimizer.rates import Rates
-from gds_optimizer.store import free_bytes
+from gds_optimizer.room import free_bytes
 from gds_optimizer.tiers import HostOffer, Tiers
 
 MAX_BUCKETS = 10**6

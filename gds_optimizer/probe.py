@@ -54,13 +54,14 @@ def decide_io_path(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     root: str | os.PathLike[str] = "/",
     child_command: Sequence[str] | None = None,
+    try_all: bool = False,
 ) -> ProbeReport:
     """Decide, once at setup, which way bytes take between `device` and the directories.
 
     Args:
         config: names the directories and what is asked for (`io`).
         device: where the buckets' buffers will live.
-        timeout_s, root, child_command: see `probe_directories`.
+        timeout_s, root, child_command, try_all: see `probe_directories`.
 
     Returns:
         A report whose `io_path` is the path for all directories.
@@ -77,6 +78,7 @@ def decide_io_path(
         timeout_s=timeout_s,
         root=root,
         child_command=child_command,
+        try_all=try_all,
     )
     choose_io_path(report)
     return report
@@ -100,6 +102,7 @@ def probe_directories(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     root: str | os.PathLike[str] = "/",
     child_command: Sequence[str] | None = None,
+    try_all: bool = False,
 ) -> ProbeReport:
     """Try the paths that `io` asks for in each directory, and explain what came of it.
 
@@ -117,6 +120,8 @@ def probe_directories(
         timeout_s: a child that takes longer is killed, in seconds.
         root: where the kernel's files (/proc, /sys, /run/udev, ...) are read from.
         child_command: the program that makes the round trips instead of our own; for tests.
+        try_all: with "auto" on a GPU, try POSIX as well where GDS works, since whoever times them
+            wants to know both.
 
     Raises:
         ConfigError: a value is out of range, or `io` does not go with `device`.
@@ -137,6 +142,7 @@ def probe_directories(
         timeout_s=timeout_s,
         system=System(root),
         child_command=child_command,
+        try_all=try_all,
     )
     asks_driver = io != "host" and (target is None or target.type == "cuda")
     machine = probe.machine() if asks_driver else MachineReport()
@@ -201,6 +207,10 @@ def _conclude(
     for trial in trials:
         proven = tuple(path for path in wanted if path in trial.proven)
         findings = list(trial.findings)
+        if verdict is IoPath.GDS:  # what keeps POSIX away then keeps no faster path away
+            findings = [
+                soften([each])[0] if each.name == "posix-round-trip" else each for each in findings
+            ]
         if explains_gds and trial.usable:
             works = IoPath.GDS in proven or IoPath.GDS_COMPAT in proven
             findings += soften(trial.gds_findings) if works else trial.gds_findings

@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,13 +23,14 @@ from gds_optimizer.engine import Engine
 from gds_optimizer.errors import ConfigError, GdsOptimizerError
 from gds_optimizer.homes import Home
 from gds_optimizer.io import IoBackend, make_backend
-from gds_optimizer.plan import Binding, plan_engine
+from gds_optimizer.plan import Binding, EnginePlan, plan_engine
 from gds_optimizer.probe import ProbeReport, Severity, decide_io_path
 from gds_optimizer.self_check import check_optimizer
 from gds_optimizer.slots import SlotPool
 from gds_optimizer.store import Store
 from gds_optimizer.tiers import Tiers, budget_hint
 from gds_optimizer.tracing import Tracer, trace_path
+from gds_optimizer.tuning import Tuning, bucket_advice, choose_shape, is_wanted, tune
 from gds_optimizer.written_out import lend_device_memory, take_device_memory
 
 logger = logging.getLogger(__name__)
@@ -58,11 +59,13 @@ class Runtime:
 
     Attributes:
         report: how the I/O path was chosen.
+        tuning: what was measured for it, and chosen.
         engines: one for each part, in order.
     """
 
     config: StreamConfig
     report: ProbeReport
+    tuning: Tuning
     backend: IoBackend
     pool: SlotPool
     engines: list[Engine] = field(default_factory=list)
@@ -90,31 +93,32 @@ class Runtime:
         Raises:
             GdsOptimizerError: what failed; no file, descriptor, thread or buffer stays behind.
         """
-        plans = [
-            plan_engine(
-                part.optimizer,
-                part.bindings,
-                config.bucket_size,
-                moment_dtype=config.moment_dtype,
-                moment_rounding=config.moment_rounding,
-                main=config.main,
-            )
-            for part in parts
-        ]
-        report = decide_io_path(config, device)
+        plans = _plans(parts, config)
+        state_bytes = sum(plan.layout.total_bytes for plan in plans)
+        report = decide_io_path(config, device, try_all=is_wanted(config, state_bytes))
+        tiers = Tiers.plan([plan.layout for plan in plans], config)
+        tuning = tune(config, report, device, tiers.nbytes(Home.NVME))
+        if tuning.timings:
+            report = report.with_timings(tuning.io_path, tuning.path_timings())
+        slots, bucket_bytes = choose_shape(tuning, config)
+        if (slots, bucket_bytes) != (config.slots, config.bucket_size):
+            config = replace(config, slots=slots, bucket_size=bucket_bytes)
+            plans = _plans(parts, config)
+            tiers = Tiers.plan([plan.layout for plan in plans], config)
         with contextlib.ExitStack() as undo:
             backend = make_backend(
                 report.io_path,
                 device=device,
-                threads=config.io_threads,
-                task_size_bytes=config.io_task_size,
+                threads=tuning.point.threads,
+                task_size_bytes=tuning.point.task_bytes,
                 queue_per_drive=several_drives(config.directories),
             )
             undo.callback(backend.close)
             for part in parts:
                 check_optimizer(part.optimizer, config, backend, rank, covered=part.covered)
-            tiers = Tiers.plan([plan.layout for plan in plans], config)
-            speeds = directory_speeds(config, backend, tiers.nbytes(Home.NVME))
+            speeds = directory_speeds(
+                config, backend, tiers.nbytes(Home.NVME), measured=tuning.rates_by_device()
+            )
             sizes = tiers.pool_sizes(config.slots)
             pool = SlotPool(
                 sizes.count, sizes.slot_bytes, backend, scratch_bytes=sizes.scratch_bytes
@@ -124,7 +128,7 @@ class Runtime:
             tiers.allocate(pool, rank)
             if config.trace is not None:
                 pool.trace = _tracer(config.trace, rank, device)
-            runtime = cls(config, report, backend, pool)
+            runtime = cls(config, report, tuning, backend, pool)
             # Before the engines' own: at exit, the newest finalizer runs first.
             weakref.finalize(runtime, _close_shared, pool, backend, os.getpid())
             for part, plan, in_memory in zip(parts, plans, tiers.in_memory, strict=True):
@@ -196,6 +200,10 @@ class Runtime:
                 halved,
             )
         logger.info("rank %d: %s", rank, self.report.summary())
+        logger.info("rank %d: %s", rank, self.tuning.describe())
+        advice = bucket_advice(self.tuning, config)
+        if advice:
+            logger.info("rank %d: %s", rank, advice)
         for finding in self.report.findings:
             if finding.severity in (Severity.WARN, Severity.MISSING):
                 mend = f" -> {finding.mend}" if finding.mend else ""
@@ -257,6 +265,21 @@ class Runtime:
         finally:
             if not self.engines:
                 _close_shared(self.pool, self.backend, self._pid)
+
+
+def _plans(parts: Sequence[Part], config: StreamConfig) -> list[EnginePlan]:
+    """How each part is laid out."""
+    return [
+        plan_engine(
+            part.optimizer,
+            part.bindings,
+            config.bucket_size,
+            moment_dtype=config.moment_dtype,
+            moment_rounding=config.moment_rounding,
+            main=config.main,
+        )
+        for part in parts
+    ]
 
 
 def _tracer(path: Path, rank: int, device: torch.device) -> Tracer:

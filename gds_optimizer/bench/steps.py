@@ -21,6 +21,7 @@ from gds_optimizer.room import check_room, free_bytes
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
 from gds_optimizer.telemetry import PHASES, PassClock, PassStats
+from gds_optimizer.tuning import Tuning
 
 _SHARD_NUMEL = 2**24
 _LIMIT_BYTES = 4 * 2**30
@@ -45,6 +46,7 @@ class BenchResult:
     rank_medians_s: list[float] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     cufile_operations: dict[str, int] | None = None
+    tuning: Tuning | None = None
 
     @property
     def median_s(self) -> float:
@@ -133,6 +135,7 @@ class BenchResult:
             "rank_spread": self.rank_spread,
             "counters": self.counters,
             "cufile_operations": self.cufile_operations,
+            "tuning": self.tuning and self.tuning.to_dict(),
         }
 
     def to_text(self) -> str:
@@ -166,6 +169,7 @@ class BenchResult:
             f"drives      read {limit.read:.2f}, write {limit.write:.2f}, both at once "
             f"{limit.mixed:.2f}, first write {limit.first_write:.2f} GB/s\n"
             f"            {duplex}\n"
+            f"{self._tuning_text()}"
             f"initialise  {self.initialize.written_bytes / 1e9:.2f} GB in "
             f"{self.initialize_s:.2f} s{first_writing}\n"
             f"step        {step_s:.2f} s (median of {len(self.steps_s)}, {min(self.steps_s):.2f} "
@@ -176,6 +180,9 @@ class BenchResult:
             f"7 billion parameters a rank would take {7e9 / self.numel * step_s:.0f} s. "
             f"{self._advice()}"
         )
+
+    def _tuning_text(self) -> str:
+        return "" if self.tuning is None else f"setup       {self.tuning.describe()}\n"
 
     def _ranks_text(self) -> str:
         if self.rank_spread is None:
@@ -341,6 +348,7 @@ def run_bench(
             initialize,
             initialize_s,
             ranks=team.size,
+            tuning=runtime.tuning,
         )
         own_s = []
         for number in range(steps + 1):

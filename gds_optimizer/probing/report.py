@@ -136,6 +136,53 @@ class MachineReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PathTiming:
+    """How fast one drive is by one path; rates are bytes a second.
+
+    Attributes:
+        directory: one on the drive; the others on it count as timed too.
+        read_bytes_per_s, write_bytes_per_s: one kind alone.
+        mixed_bytes_per_s: both at once, both counted.
+        half_duplex: whether both at once is hardly faster than one after the other.
+        threads, task_bytes: what did best on this drive.
+        cached: whether it was measured earlier.
+    """
+
+    directory: Path
+    io_path: IoPath
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    mixed_bytes_per_s: float
+    half_duplex: bool
+    threads: int
+    task_bytes: int
+    cached: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "directory": str(self.directory),
+            "io_path": self.io_path.value,
+            "read_bytes_per_s": self.read_bytes_per_s,
+            "write_bytes_per_s": self.write_bytes_per_s,
+            "mixed_bytes_per_s": self.mixed_bytes_per_s,
+            "half_duplex": self.half_duplex,
+            "threads": self.threads,
+            "task_bytes": self.task_bytes,
+            "cached": self.cached,
+        }
+
+    def to_text(self) -> str:
+        """The figures, in 10⁹ bytes a second, and what they mean."""
+        duplex = "half-duplex" if self.half_duplex else "not half-duplex"
+        source = ", from the cache" if self.cached else ""
+        return (
+            f"read {self.read_bytes_per_s / 1e9:.2f}, write {self.write_bytes_per_s / 1e9:.2f}, "
+            f"both at once {self.mixed_bytes_per_s / 1e9:.2f} GB/s, {duplex}; best with "
+            f"{self.threads} threads and tasks of {self.task_bytes / 2**20:g} MiB{source}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
     """The answer of a probe.
 
@@ -145,6 +192,7 @@ class ProbeReport:
         refusal: why there is none, in one or two sentences; empty otherwise.
         machine: what all directories share.
         directories: one each, in the order asked.
+        timings: what was timed; empty unless somebody asked for it.
     """
 
     asked: str
@@ -152,6 +200,26 @@ class ProbeReport:
     refusal: str
     machine: MachineReport
     directories: tuple[DirectoryReport, ...]
+    timings: tuple[PathTiming, ...] = ()
+
+    @property
+    def candidates(self) -> tuple[IoPath, ...]:
+        """The paths that were proven in every directory, best first: the verdict and others.
+
+        Raises:
+            IoPathError: there is none.
+        """
+        others = (
+            path
+            for path in self.directories[0].proven
+            if all(path in directory.proven for directory in self.directories)
+        )
+        return tuple(dict.fromkeys((self.io_path, *others)))
+
+    def with_timings(self, verdict: IoPath, timings: Iterable[PathTiming]) -> ProbeReport:
+        """The report once paths were timed, and `verdict` was the fastest."""
+        directories = tuple(replace(each, io_path=verdict) for each in self.directories)
+        return replace(self, verdict=verdict, directories=directories, timings=tuple(timings))
 
     @property
     def io_path(self) -> IoPath:
@@ -177,7 +245,8 @@ class ProbeReport:
         """Plain JSON data with these keys; later versions may add some, and rename none.
 
         `version` (of this form), `asked`, `io_path` (or null), `refusal`, `machine` and
-        `directories`, whose keys are the attributes of `MachineReport` and `DirectoryReport`.
+        `directories`, whose keys are the attributes of `MachineReport` and `DirectoryReport`, and
+        `timings`, those of `PathTiming`.
         A finding has `name`, `severity` (ok, info, warn, missing, fatal), `what` and `mend`.
         """
         return {
@@ -187,6 +256,7 @@ class ProbeReport:
             "refusal": self.refusal,
             "machine": self.machine.to_dict(),
             "directories": [directory.to_dict() for directory in self.directories],
+            "timings": [timing.to_dict() for timing in self.timings],
         }
 
     def to_text(self, *, color: bool = False) -> str:
@@ -197,6 +267,8 @@ class ProbeReport:
             f"{path:<{width}}  {verdict!s:<10}  {rest}".rstrip() for path, verdict, rest in rows
         ]
         lines += ["", self.summary()]
+        for each in self.timings:
+            lines.append(f"{each.directory} by {each.io_path}: {each.to_text()}")
         sections = [("this machine", self.machine.findings)]
         sections += [(str(d.path), d.findings) for d in self.directories]
         names = [finding.name for _, findings in sections for finding in findings]

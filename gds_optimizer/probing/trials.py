@@ -55,6 +55,7 @@ class Prober:
     timeout_s: float
     system: System
     child_command: Sequence[str] | None
+    try_all: bool = False
     is_stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -105,7 +106,9 @@ class Prober:
         with ThreadPoolExecutor(min(len(paths), MAX_CHILDREN)) as pool:
             try:
                 trials = list(pool.map(lambda path: self.try_directory(path, wanted), paths))
-                if wanted == (IoPath.GDS, IoPath.POSIX) and not all_prove(trials, IoPath.GDS):
+                if wanted == (IoPath.GDS, IoPath.POSIX) and (
+                    self.try_all or not all_prove(trials, IoPath.GDS)
+                ):
                     # All take one path: those that have GDS must show that POSIX works as well.
                     list(pool.map(lambda trial: self.try_path(trial, IoPath.POSIX), trials))
             except BaseException:

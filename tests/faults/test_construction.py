@@ -58,7 +58,7 @@ def report(tmp_path_factory) -> ProbeReport:
 
 @pytest.fixture(autouse=True)
 def chosen(report, kind, monkeypatch) -> None:
-    monkeypatch.setattr(module, "decide_io_path", lambda config, device: report)
+    monkeypatch.setattr(module, "decide_io_path", lambda config, device, **options: report)
     monkeypatch.setattr(module, "SlotPool", NotedPool)
     monkeypatch.setattr(module, "make_backend", lambda path, **options: io_backends.make(kind))
 

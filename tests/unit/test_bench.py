@@ -83,6 +83,14 @@ def test_the_json_has_the_documented_keys(result):
     assert data["initialize"]["bytes"] >= 4 * NUMEL
 
 
+def test_what_was_chosen_at_setup_is_shown(result):
+    data = json.loads(json.dumps(result[0].to_dict()))["tuning"]
+    assert (data["io_path"], data["threads"], data["task_bytes"]) == ("host", 16, 2**24)
+    assert data["timings"] == []  # so little state is not worth measuring for
+    assert "are not worth it" in data["why_not"]
+    assert f"\nsetup       {result[0].tuning.describe()}\n" in result[0].to_text()
+
+
 def test_nothing_is_left(result):
     assert list(result[1].iterdir()) == []
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gds_optimizer import tuning_measure
 from gds_optimizer.cli import probe
 from gds_optimizer.cli.main import build_parser, main
 from gds_optimizer.config import IO_CHOICES
@@ -56,6 +57,31 @@ def test_json_goes_to_standard_output_alone(tmp_path):
     assert report["directories"][0]["free_bytes"] > 0
     assert result.stderr == f"gds-optimizer: error: {report['refusal']}\n"
     assert "libcuda.so.1" in report["refusal"] or "cuInit" in report["refusal"]
+
+
+@no_driver
+def test_what_works_is_timed_on_request(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning_measure, "_POINT_S", 0.01)
+    directory = tmp_path / "state"
+    directory.mkdir()
+    for _ in range(2):  # what is remembered is measured again
+        assert main(["probe", "--time", "--json", str(directory)]) == 0
+        captured = capsys.readouterr()
+        (timing,) = json.loads(captured.out)["timings"]
+        assert (timing["directory"], timing["io_path"]) == (str(directory), "host")
+        assert timing["mixed_bytes_per_s"] > 0
+        assert timing["half_duplex"] in (True, False)
+        assert timing["cached"] is False
+        assert captured.err.startswith("timed in ")
+    assert list(directory.iterdir()) == []
+    assert main(["probe", "--json", "--io", "host", str(directory)]) == 0
+    assert json.loads(capsys.readouterr().out)["timings"] == []
+
+
+def test_nothing_is_timed_where_nothing_works(tmp_path, capsys):
+    assert main(["probe", "--time", "--io", "host", str(tmp_path / "none")]) == 3
+    assert "timed in " not in capsys.readouterr().err
 
 
 def test_a_missing_directory_is_status_3(tmp_path, capsys):

@@ -335,6 +335,7 @@ def test_every_flag_has_its_paragraph():
 
 def test_what_flags_accept(tmp_path):
     fields_with_choices = ("io", "init", "self_check", "moment_dtype", "moment_rounding", "main")
+    fields_with_choices += ("tune",)
     choices = {name: f"{name.upper()}_CHOICES" for name in fields_with_choices}
     for _, field, _, accepts in table(CONFIGURATION, "flag"):
         name = "".join(code_of(field))

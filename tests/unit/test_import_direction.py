@@ -36,6 +36,8 @@ ORDER = (
     ("mapping",),
     ("slots",),
     ("drive_speeds",),
+    ("tuning_measure", "tuning_cache"),
+    ("tuning",),
     ("rates",),
     ("pipeline",),
     ("evicted",),

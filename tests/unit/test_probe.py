@@ -29,6 +29,7 @@ from gds_optimizer.probe import (
 )
 from gds_optimizer.probing import trials
 from gds_optimizer.probing.children import run_child
+from gds_optimizer.probing.report import PathTiming
 
 SHM = Path("/dev/shm")
 CPU = torch.device("cpu")
@@ -371,6 +372,29 @@ def test_gds_where_it_is_proven(directory, fake, tmp_path):
     assert named(report.machine.findings)["driver"].what == "NVIDIA Test, CUDA 13.0"
 
 
+def test_whoever_times_paths_gets_all_that_work(tmp_path, fake):
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for each in directories:
+        each.mkdir()
+    fake.answer(gds=GDS_WORKS, posix=POSIX_WORKS)
+    report = probe_directories(directories, child_command=fake.command, try_all=True)
+    assert report.candidates == (IoPath.GDS, IoPath.POSIX)
+    assert report.io_path is IoPath.GDS  # until they are timed
+    assert sorted(call["key"] for call in fake.calls).count("posix") == 2
+    # Asked for by name, nothing else is tried.
+    only = probe_directories([tmp_path], io="gds", child_command=fake.command, try_all=True)
+    assert only.candidates == (IoPath.GDS,)
+
+
+def test_a_second_path_that_fails_spoils_nothing(directory, fake):
+    fake.answer(gds=GDS_WORKS, posix=REFUSED)
+    report = decide_io_path(
+        StreamConfig(directories=(directory,)), CUDA, child_command=fake.command, try_all=True
+    )
+    assert report.candidates == (IoPath.GDS,)
+    assert named(report.findings)["posix-round-trip"].severity is Severity.INFO
+
+
 def test_posix_where_gds_is_not_to_be_had(directory, fake, tmp_path):
     log = " 01-01-2026 [pid=1 tid=1] ERROR  cufio-fs:204 NVMe Driver not registered\n"
     fake.answer(gds={**REFUSED, "log": log}, posix=POSIX_WORKS)
@@ -674,8 +698,22 @@ def an_example() -> ProbeReport:
     )
 
 
+GDS_TIMING = PathTiming(
+    directory=Path("/nvme0"),
+    io_path=IoPath.GDS,
+    read_bytes_per_s=1.5e9,
+    write_bytes_per_s=2.5e9,
+    mixed_bytes_per_s=2e9,
+    half_duplex=True,
+    threads=8,
+    task_bytes=2**24,
+    cached=False,
+)
+
+
 def test_the_json_form():
-    data = json.loads(json.dumps(an_example().to_dict()))
+    report = dataclasses.replace(an_example(), timings=(GDS_TIMING,))
+    data = json.loads(json.dumps(report.to_dict()))
     assert data == {
         "version": 1,
         "asked": "auto",
@@ -726,13 +764,27 @@ def test_the_json_form():
                 "free_bytes": None,
             },
         ],
+        "timings": [
+            {
+                "directory": "/nvme0",
+                "io_path": "gds",
+                "read_bytes_per_s": 1.5e9,
+                "write_bytes_per_s": 2.5e9,
+                "mixed_bytes_per_s": 2e9,
+                "half_duplex": True,
+                "threads": 8,
+                "task_bytes": 2**24,
+                "cached": False,
+            }
+        ],
     }
 
 
-@pytest.mark.parametrize("kind", [ProbeReport, MachineReport, DirectoryReport])
+@pytest.mark.parametrize("kind", [ProbeReport, MachineReport, DirectoryReport, PathTiming])
 def test_the_json_form_has_every_attribute(kind):
     report = an_example()
     data = {
+        PathTiming: GDS_TIMING.to_dict(),
         ProbeReport: report.to_dict(),
         MachineReport: report.machine.to_dict(),
         DirectoryReport: report.directories[0].to_dict(),
@@ -756,6 +808,20 @@ def test_the_text_form():
         "/nvme0\n"
         "  ok       direct-io  works"
     )
+
+
+def test_what_was_timed_follows_the_verdict():
+    cached = dataclasses.replace(GDS_TIMING, io_path=IoPath.POSIX, half_duplex=False, cached=True)
+    report = an_example().with_timings(IoPath.GDS, [GDS_TIMING, cached])
+    rates = "read 1.50, write 2.50, both at once 2.00 GB/s"
+    best = "best with 8 threads and tasks of 16 MiB"
+    assert report.io_path is IoPath.GDS
+    assert [each.io_path for each in report.directories] == [IoPath.GDS, IoPath.GDS]
+    assert report.to_text().splitlines()[3:6] == [
+        "io path: gds (asked: auto)",
+        f"/nvme0 by gds: {rates}, half-duplex; {best}",
+        f"/nvme0 by posix: {rates}, not half-duplex; {best}, from the cache",
+    ]
 
 
 def test_colours_only_on_request():

@@ -46,7 +46,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(autouse=True)
 def probed_once(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "decide_io_path", lambda config, device: report)
+    monkeypatch.setattr(module, "decide_io_path", lambda config, device, **options: report)
 
 
 @pytest.fixture
