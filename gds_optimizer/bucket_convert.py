@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from gds_optimizer.codecs import get_codec, nearest_codec
+from gds_optimizer.codecs import RemainderCodec, clear_tie_bits, get_codec, nearest_codec
+from gds_optimizer.codecs.remainder import stored_moments
 from gds_optimizer.direct_file import PlaneChecksums, Progress, read_chunks
 from gds_optimizer.footer import BucketRecord, Footer, build_footer, footer_words, parse_footer
 from gds_optimizer.io.direct import allocate_host_buffer
 from gds_optimizer.layout import Bucket, Layout, Plane, align_up
+from gds_optimizer.plan import remainder_codec, tie_plane
 from gds_optimizer.snapshot_read import Part, check_footer, check_planes
 from gds_optimizer.storage_form import same_bytes
 
@@ -36,6 +38,10 @@ class BucketConverter:
         part: of the snapshot.
         layout: of the same shards in the same spaces, with planes of the same names.
         progress: called with bytes of the part's files as they are dealt with.
+
+    Attributes:
+        halves: of the mains of the bucket made last, which are stored as remainders: the mains
+            rounded, 1-D bf16; None for a bucket without such.
     """
 
     def __init__(self, part: Part, layout: Layout, progress: Progress | None = None) -> None:
@@ -44,6 +50,8 @@ class BucketConverter:
         self._made = allocate_host_buffer(max(layout.max_file_bytes, 1))
         self._spare: list[torch.Tensor] = []
         self._saved: dict[int, torch.Tensor] = {}
+        self._saved_halves: dict[int, torch.Tensor] = {}
+        self.halves: torch.Tensor | None = None
 
     def convert(self, bucket: Bucket) -> tuple[torch.Tensor, Footer]:
         """One bucket's file; call it for every bucket, in order.
@@ -66,9 +74,14 @@ class BucketConverter:
         written = [any(record.written[n] for record in records) for n in range(len(bucket.planes))]
         data = self._made[: bucket.file_bytes]
         data.zero_()
+        codecs = [remainder_codec(self._part.layout.spaces[bucket.space]), remainder_codec(bucket)]
+        has_remainders = codecs != [None, None]
         for number, plane in enumerate(bucket.planes):
-            if written[number]:
+            if written[number] and not (number == 0 and has_remainders):
                 self._convert_plane(bucket, number, plane, segments, data)
+        self.halves = None
+        if has_remainders:  # last, since signs of the moments are part of it
+            self._convert_mains(bucket, segments, written, data)
         if not any(written):
             return data, Footer(0, written, [0] * len(written))
         record = BucketRecord(max(r.step for r in records if not r.is_blank), written)
@@ -99,9 +112,13 @@ class BucketConverter:
         """Have these saved buckets in memory, and no others."""
         for index in self._saved.keys() - set(indices):
             self._spare.append(self._saved.pop(index))
+            self._saved_halves.pop(index, None)
         for index in indices:
             if index not in self._saved:
                 self._saved[index] = self._read(index)
+                if index in self._part.upper:
+                    halves = self._part.upper.checked(index, self._progress)
+                    self._saved_halves[index] = halves
 
     def _read(self, index: int) -> torch.Tensor:
         """A saved bucket's bytes, compared with its footer and the manifest; read only once."""
@@ -144,6 +161,8 @@ class BucketConverter:
         copied = self._same_places(bucket, number, plane)
         if copied is not None:
             encoded.copy_(copied)
+            if number == tie_plane(self._part.layout.spaces[bucket.space]):
+                clear_tie_bits(stored_moments(encoded, plane.codec, bucket.numel))
             return
         codec = nearest_codec(plane.codec)
         values = (
@@ -151,10 +170,36 @@ class BucketConverter:
             if codec.is_view
             else torch.zeros(bucket.numel, dtype=codec.dtype)
         )
+        self._decode_all(number, segments, values)
+        codec.encode_from(values, encoded, numel=bucket.numel)
+
+    def _convert_mains(
+        self, bucket: Bucket, segments: list[_Segment], written: list[bool], data: torch.Tensor
+    ) -> None:
+        """Fill the main plane, from remainders or with them, where all other planes are there.
+
+        Sets `halves`, and in `written` the plane with the tie bits, if there are any.
+        """
+        mains = torch.zeros(bucket.numel)
+        self._decode_all(0, segments, mains)
+        encoded, codec = _bytes_of(bucket.planes[0], data), remainder_codec(bucket)
+        if codec is None:
+            get_codec(bucket.planes[0].codec).encode_from(mains, encoded, numel=bucket.numel)
+            return
+        number, ties = tie_plane(bucket), None
+        if number is not None:
+            plane = bucket.planes[number]
+            ties = stored_moments(_bytes_of(plane, data), plane.codec, bucket.numel)
+        codec.encode_main(mains, encoded, exp_avg_sq=ties, numel=bucket.numel)
+        if number is not None and ties is not None and not written[number]:
+            written[number] = bool(torch.signbit(ties).any())
+        self.halves = mains.to(torch.bfloat16)
+
+    def _decode_all(self, number: int, segments: list[_Segment], values: torch.Tensor) -> None:
+        """Put the saved values of a plane of the new bucket where they belong; others stay."""
         for index in sorted({segment.saved for segment in segments}):
             if self._part.record(index).written[number]:  # else it is zeros, whatever the file has
                 self._decode(index, number, [s for s in segments if s.saved == index], values)
-        codec.encode_from(values, encoded, numel=bucket.numel)
 
     def _same_places(self, bucket: Bucket, number: int, plane: Plane) -> torch.Tensor | None:
         """The saved plane's bytes, if they are those of the new one; None if not.
@@ -184,10 +229,35 @@ class BucketConverter:
             decoded = codec.decode(encoded, saved.numel)[first:last]
         else:
             decoded = torch.empty(last - first, dtype=codec.dtype)
-            codec.decode_into(encoded, decoded, numel=saved.numel, start=first)
+            if isinstance(codec, RemainderCodec):
+                self._decode_mains(saved, codec, decoded, first)
+            else:
+                codec.decode_into(encoded, decoded, numel=saved.numel, start=first)
         for segment in segments:
             target = values[segment.place : segment.place + segment.high - segment.low]
             target.copy_(decoded[segment.low - first : segment.high - first])
+            if number == tie_plane(saved):  # what was saved stays as it is: mains need it
+                clear_tie_bits(target)
+
+    def _decode_mains(
+        self, saved: Bucket, codec: RemainderCodec, mains: torch.Tensor, first: int
+    ) -> None:
+        """Mains of a saved bucket from `first` on that are stored as remainders."""
+        data, number, ties = self._saved[saved.index], tie_plane(saved), None
+        if number is not None:
+            plane = saved.planes[number]
+            ties = stored_moments(_bytes_of(plane, data), plane.codec, saved.numel)
+            ties = ties[first : first + mains.numel()]
+            if not self._part.record(saved.index).written[number]:
+                ties = torch.zeros_like(ties)
+        codec.decode_main(
+            _bytes_of(saved.planes[0], data),
+            mains,
+            model=self._saved_halves[saved.index][first : first + mains.numel()],
+            exp_avg_sq=ties,
+            numel=saved.numel,
+            start=first,
+        )
 
 
 def _bytes_of(plane: Plane, data: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ import torch
 
 from gds_optimizer.codecs import (
     Codec,
-    RemainderCodec,
     clear_tie_bits,
     get_codec,
     nearest_codec,
@@ -34,7 +33,14 @@ from gds_optimizer.layout import (
 )
 from gds_optimizer.model_copy import ModelCopies
 from gds_optimizer.pipeline import Ranges
-from gds_optimizer.plan import MAIN_PLANE, BoundPiece, EnginePlan, bind_pieces, tie_plane
+from gds_optimizer.plan import (
+    MAIN_PLANE,
+    BoundPiece,
+    EnginePlan,
+    bind_pieces,
+    remainder_codec,
+    tie_plane,
+)
 from gds_optimizer.slots import Slot, SlotPool
 from gds_optimizer.store import Store
 from gds_optimizer.upper_halves import UpperHalves
@@ -166,7 +172,7 @@ class BucketState:
                 continue
             values, codec = planes[plane.name], get_codec(plane.codec)
             if number in needed:
-                if not codec.is_view and not isinstance(codec, RemainderCodec):
+                if codec.is_converted:
                     codec.decode_into(_encoded(slot, plane), values)
             elif plane.name == MAIN_PLANE:
                 self.fill_main_from_model(index, values)
@@ -201,7 +207,7 @@ class BucketState:
         ranges = self._block_ranges(bucket, changed)
         for number, plane in enumerate(bucket.planes):
             codec = get_codec(plane.codec)
-            if codec.is_view or isinstance(codec, RemainderCodec):
+            if not codec.is_converted:
                 continue
             encoded, values = _encoded(slot, plane), planes[plane.name]
             seed = rounding_seed(step, index, number)
@@ -225,7 +231,7 @@ class BucketState:
         bucket, record = self.layout.buckets[index], self.records[index]
         for plane, written in zip(bucket.planes, record.written, strict=True):
             codec = nearest_codec(plane.codec)
-            if written and not codec.is_view and not isinstance(codec, RemainderCodec):
+            if written and codec.is_converted:
                 _encode_whole(codec, planes[plane.name], _encoded(slot, plane))
         if record.written[0]:
             if any(
@@ -252,8 +258,8 @@ class BucketState:
         stay as they are.
         """
         bucket = self.layout.buckets[index]
-        codec = get_codec(bucket.planes[0].codec)
-        assert isinstance(codec, RemainderCodec)
+        codec = remainder_codec(bucket)
+        assert codec is not None
         ties = self._tie_bits(bucket, slot)
         if ties is not None and not self.records[index].written[tie_plane(bucket) or 0]:
             ties.zero_()  # no file holds them
@@ -268,8 +274,8 @@ class BucketState:
         mains that did not change get the bytes that they had.
         """
         bucket = self.layout.buckets[index]
-        codec = get_codec(bucket.planes[0].codec)
-        if not isinstance(codec, RemainderCodec):
+        codec = remainder_codec(bucket)
+        if codec is None:
             return
         encoded = _encoded(slot, bucket.planes[0])
         codec.encode_main(planes[MAIN_PLANE], encoded, exp_avg_sq=self._tie_bits(bucket, slot))

@@ -34,7 +34,7 @@ from gds_optimizer.mapping import (
     no_room_for_decoded,
     plane_bytes,
 )
-from gds_optimizer.plan import tie_plane
+from gds_optimizer.plan import remainder_codec, tie_plane
 from gds_optimizer.room import free_bytes
 from gds_optimizer.written_out import read_back, write_out
 
@@ -266,16 +266,16 @@ class MappedState:
     def _commit_bucket(self, index: int) -> None:
         engine = self.engine
         bucket, path = engine.layout.buckets[index], engine.store.paths[index]
-        codec = get_codec(bucket.planes[0].codec)
+        codec = remainder_codec(bucket)
         sums: dict[int, int] = {}
         for number in range(len(bucket.planes)):
-            if number == 0 and isinstance(codec, RemainderCodec):
+            if number == 0 and codec is not None:
                 continue
             if (bucket.space, number) in self._scratch:
                 sums[number] = self._encode_plane(index, number)
             else:
                 sums[number] = self._plane_checksum(index, number)
-        if isinstance(codec, RemainderCodec):
+        if codec is not None:
             sums |= self._encode_main(index, codec)
         checksums = [sums[number] for number in range(len(bucket.planes))]
         record = BucketRecord(engine.steps, [True] * len(bucket.planes))

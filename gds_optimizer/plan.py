@@ -123,14 +123,29 @@ def main_codec(binding: Binding, planes: Sequence[PlaneSpec], main: str) -> str:
             f"main is 'remainder', but the model has {held} of {binding.name}: only of a bf16 one "
             "does the main lack no more than 16 bits: use 'auto' or 'fp32'"
         )
+    return remainder_name(planes)
+
+
+def remainder_name(planes: Sequence[PlaneSpec]) -> str:
+    """Name of the codec of mains as remainders: where their tie bits are depends on the moments.
+
+    Args:
+        planes: of the same space, with the codecs that they are stored by.
+    """
     if any(plane.name == TIE_PLANE and plane.codec in SIGNLESS_CODECS for plane in planes):
         return "main:remainder16"
     return "main:remainder16-bitmap"
 
 
+def remainder_codec(of: Bucket | Space) -> RemainderCodec | None:
+    """The codec of mains that are stored as what their model parameters lack; None for others."""
+    codec = get_codec(of.planes[0].codec)
+    return codec if isinstance(codec, RemainderCodec) else None
+
+
 def keeps_remainder(bucket: Bucket) -> bool:
     """Whether the mains of a bucket are stored as what their model parameters lack."""
-    return isinstance(get_codec(bucket.planes[0].codec), RemainderCodec)
+    return remainder_codec(bucket) is not None
 
 
 def tie_plane(of: Bucket | Space) -> int | None:

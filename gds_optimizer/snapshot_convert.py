@@ -15,9 +15,12 @@ import contextlib
 import os
 import shutil
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gds_optimizer.bucket_convert import BucketConverter
 from gds_optimizer.direct_file import Progress, write_file
@@ -45,6 +48,7 @@ from gds_optimizer.snapshot_files import (
     remove_rank,
 )
 from gds_optimizer.snapshot_read import Part, describe, open_part, part_keys
+from gds_optimizer.snapshot_upper import UPPER_NAME, UpperWriter, upper_bytes
 from gds_optimizer.storage_form import StorageForm
 
 
@@ -66,13 +70,13 @@ class Conversion:
 
     @property
     def read_bytes(self) -> int:
-        """Of the source's bucket files."""
+        """Of the source's bucket files, and of the halves of mains that they lack."""
         return sum(part.nbytes for part, _ in self.parts)
 
     @property
     def written_bytes(self) -> int:
-        """Of the result's bucket files."""
-        return sum(layout.total_bytes for _, layout in self.parts)
+        """Of the result's bucket files, and of the halves of mains that they lack."""
+        return sum(layout.total_bytes + upper_bytes(layout) for _, layout in self.parts)
 
     @property
     def needed_bytes(self) -> int:
@@ -97,10 +101,7 @@ def converted_layout(part: Part, form: StorageForm) -> Layout:
     try:
         specs = [
             SpaceSpec(
-                planes=tuple(
-                    replace(plane, codec=form.codec(plane, kind))
-                    for plane in (PlaneSpec(**described) for described in space["planes"])
-                ),
+                planes=form.planes([PlaneSpec(**each) for each in space["planes"]], kind),
                 shards=tuple(Shard(**shard) for shard in space["shards"]),
             )
             for space in data["spaces"]
@@ -229,18 +230,21 @@ def _convert_part(
     directory.mkdir(mode=0o700)
     converter = BucketConverter(part, layout, progress)
     buckets = []
-    for bucket in layout.buckets:
-        name = f"bucket{bucket.index:05d}.bin"
-        data, footer = converter.convert(bucket)
-        write_file(directory / name, data)
-        buckets.append(
-            {
-                "file": name,
-                "step": footer.step,
-                "written": footer.written,
-                "checksums": footer.checksums,
-            }
-        )
+    with UpperWriter(directory / UPPER_NAME, layout) as upper:
+        for bucket in layout.buckets:
+            name = f"bucket{bucket.index:05d}.bin"
+            data, footer = converter.convert(bucket)
+            write_file(directory / name, data)
+            if converter.halves is not None:
+                upper.add(bucket.index, partial(_put, converter.halves))
+            buckets.append(
+                {
+                    "file": name,
+                    "step": footer.step,
+                    "written": footer.written,
+                    "checksums": footer.checksums,
+                }
+            )
     _copy_resident(part, directory)
     manifest = seal(
         {
@@ -249,10 +253,15 @@ def _convert_part(
             "layout": layout.describe(),
             "layout_id": layout.layout_id.hex(),
             "buckets": buckets,
+            "upper": upper.entries,
         }
     )
     write_durably(directory / MANIFEST_NAME, manifest)
     return seal_of(manifest)
+
+
+def _put(values: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(values)
 
 
 def _copy_resident(part: Part, directory: Path) -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -53,30 +55,81 @@ def write_upper(engine: Engine, path: Path) -> list[dict[str, int]]:
         NoSpaceError: it does not fit; names bytes needed and free.
         OSError: it could not be written.
     """
-    needed_bytes = upper_bytes(engine.layout)
-    if not needed_bytes:
-        return []
-    fd = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        _reserve(fd, path, needed_bytes)
-        largest = max(b.numel for b in engine.layout.buckets if keeps_remainder(b))
-        buffer = allocate_host_buffer(_padded_bytes(largest))
-        entries, offset = [], 0
+    with UpperWriter(path, engine.layout) as writer:
         for index in sorted(engine.halves.buckets):
-            numel = engine.layout.buckets[index].numel
-            data = buffer[: _padded_bytes(numel)]
-            engine.halves.gather(index, data[: 2 * numel].view(torch.bfloat16))
-            data[2 * numel :].zero_()
-            entries.append({"bucket": index, "offset": offset, "checksum": int(checksum(data))})
-            view, done = memoryview(data.numpy().data), 0
-            while done < len(view):
-                done += os.pwrite(fd, view[done:], offset + done)
-            offset += len(view)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return entries
-    finally:
-        os.close(fd)
+            writer.add(index, partial(engine.halves.gather, index))
+    return writer.entries
+
+
+class UpperWriter:
+    """Makes the file, bucket by bucket; a context manager, which syncs it where all went well.
+
+    For a layout without mains as remainders there is no file.
+
+    Args:
+        path: of the new file.
+        layout: says how large it is.
+
+    Attributes:
+        entries: for the manifest, see `write_upper`.
+
+    Raises:
+        NoSpaceError: on entering: it does not fit; names bytes needed and free.
+        OSError: it could not be written.
+    """
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        self.entries: list[dict[str, int]] = []
+        self._path, self._layout = path, layout
+        self._offset = 0
+        self._fd: int | None = None
+
+    def __enter__(self) -> UpperWriter:
+        needed_bytes = upper_bytes(self._layout)
+        if needed_bytes:
+            self._fd = open_direct(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                _reserve(self._fd, self._path, needed_bytes)
+            except BaseException:
+                os.close(self._fd)
+                raise
+            largest = max(b.numel for b in self._layout.buckets if keeps_remainder(b))
+            self._buffer = allocate_host_buffer(_padded_bytes(largest))
+        return self
+
+    def add(self, index: int, fill: Callable[[torch.Tensor], object]) -> None:
+        """Write the halves of a bucket that has some, the one after the bucket added last.
+
+        Args:
+            index: of the bucket.
+            fill: called with a 1-D bf16 tensor on the CPU, for its halves.
+        """
+        assert self._fd is not None
+        numel = self._layout.buckets[index].numel
+        data = self._buffer[: _padded_bytes(numel)]
+        fill(data[: 2 * numel].view(torch.bfloat16))
+        data[2 * numel :].zero_()
+        entry = {"bucket": index, "offset": self._offset, "checksum": int(checksum(data))}
+        view, done = memoryview(data.numpy().data), 0
+        while done < len(view):
+            done += os.pwrite(self._fd, view[done:], self._offset + done)
+        self._offset += len(view)
+        self.entries.append(entry)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._fd is None:
+            return
+        try:
+            if error is None:
+                os.fsync(self._fd)
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(self._fd)
 
 
 def _reserve(fd: int, path: Path, nbytes: int) -> None:

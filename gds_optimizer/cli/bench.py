@@ -23,6 +23,10 @@ room for up to 12 bytes a parameter and at most 4 GiB more, uses as much again w
 and leaves nothing behind.
 """
 EPILOG = """\
+With several values, as in --moment-dtype fp32,bf16,int8 --main fp32,remainder, steps with state in
+each of these forms take turns: bytes a parameter as the engine and the kernel count them, times,
+and whether the one falls as the other does. That needs room for all of them at once.
+
 exit status: 0 measured; 2 wrong usage; 3 the path asked for is not to be had; 1 anything else.
 """
 
@@ -93,22 +97,26 @@ def run(arguments: argparse.Namespace) -> int:
     from gds_optimizer.config import StreamConfig, parse_size
 
     paths = arguments.io.split(",")
+    mains, moments = arguments.main.split(","), arguments.moment_dtype.split(",")
     config = StreamConfig(
         directories=tuple(arguments.directories),
         io=paths[0],
         bucket_size=arguments.bucket_size,
         slots=arguments.slots,
-        moment_dtype=arguments.moment_dtype,
+        moment_dtype=moments[0],
         moment_rounding=arguments.moment_rounding,
         hbm_budget=arguments.hbm_budget,
         host_budget=arguments.host_budget,
-        main=arguments.main,
+        main=mains[0],
         allow_tmpfs=arguments.allow_tmpfs,
     )
     numel = arguments.numel
     options: dict[str, Any] = {"sustained_bytes": parse_size(arguments.sustained)}
     if arguments.quick:
         numel, options["limit_bytes"] = min(numel, 2**27), 2**30
+    if len(mains) > 1 or len(moments) > 1:
+        forms = [(moment_dtype, main) for main in mains for moment_dtype in moments]
+        return _run_forms(arguments, config, forms, numel)
     if len(paths) > 1 or arguments.ranks > 1:
         return _run_in_processes(arguments, config, paths, numel, options)
     result = run_bench(
@@ -118,6 +126,35 @@ def run(arguments: argparse.Namespace) -> int:
         device=device_named(arguments.device),
         progress=lambda line: print(line, file=sys.stderr, flush=True),
         **options,
+    )
+    print(json.dumps(result.to_dict(), indent=1) if arguments.json else result.to_text())
+    return 0
+
+
+def _run_forms(
+    arguments: argparse.Namespace, config: StreamConfig, forms: list[tuple[str, str]], numel: int
+) -> int:
+    """Moments or main parameters in several forms, in turn.
+
+    Raises:
+        ConfigError: another option does not go with that.
+    """
+    from gds_optimizer.bench.forms import run_forms_bench
+    from gds_optimizer.bench.steps import device_named
+    from gds_optimizer.errors import ConfigError
+
+    if "," in arguments.io or arguments.ranks > 1 or arguments.sustained != "0":
+        raise ConfigError(
+            "several values of --moment-dtype or --main do not go with several --io, --ranks or "
+            "--sustained: compare one thing at a time"
+        )
+    result = run_forms_bench(
+        config,
+        forms=forms,
+        numel=numel,
+        steps=arguments.steps,
+        device=device_named(arguments.device),
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(json.dumps(result.to_dict(), indent=1) if arguments.json else result.to_text())
     return 0

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = """\
-Make a snapshot that keeps moments in another form of one that stays as it is, with all its ranks.
+Make a snapshot that keeps moments or main parameters in another form of one that stays as it is,
+with all its ranks.
 A run with the settings that are named here restores the result by links, as one that it took
 itself. What is read is compared with its checksums, and nothing is left of a conversion that fails.
 """
@@ -41,6 +42,10 @@ def register(subparsers: SubParsers) -> None:
         help="nearest or stochastic: what the run that restores it is to be given (default: as it "
         "is, stochastic for moments in fp32); what is converted is rounded to nearest",
     )
+    parser.add_argument(
+        "--main",
+        help="fp32 or remainder (default: as they are): how main parameters are kept, lossless",
+    )
     parser.set_defaults(run=run)
 
 
@@ -51,7 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     from gds_optimizer.storage_form import StorageForm
 
     form = StorageForm(
-        moment_dtype=arguments.moment_dtype, moment_rounding=arguments.moment_rounding
+        moment_dtype=arguments.moment_dtype,
+        moment_rounding=arguments.moment_rounding,
+        main=arguments.main,
     )
     conversion = plan_conversion(arguments.snapshot, arguments.dest, form)
     with tqdm(

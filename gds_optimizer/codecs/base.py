@@ -24,6 +24,8 @@ class Codec(ABC):
         name: what layouts and footers record.
         dtype: dtype of the decoded values.
         is_view: whether `decode` returns a view of the bytes, so that nothing need be encoded.
+        is_converted: whether values are converted from and to the plane's bytes alone, in another
+            buffer. Neither this nor a view is what needs more than those bytes (`RemainderCodec`).
         is_lossless: whether every bit of every value comes back.
         rounds_stochastically: whether `encode_from` makes use of its seed.
         range_numel: a part of a plane starts and ends at multiples of it, or at the plane's end.
@@ -33,6 +35,7 @@ class Codec(ABC):
     name: str
     dtype: torch.dtype
     is_view: bool = False
+    is_converted: bool = False
     is_lossless: bool = False
     rounds_stochastically: bool = False
     range_numel: int = 1
@@ -139,6 +142,7 @@ class EncodedCodec(Codec):
     """
 
     dtype = torch.float32
+    is_converted = True
 
     @torch.no_grad()
     def decode(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Dies in the middle of saving a checkpoint in one of Megatron's formats, again and again.
 
-Run as `python -m tests.faults.portable_save DIRECTORY POINTS`: megatron-core is imported once, and
-everything else happens in forked children, those of one format beside those of the other. Prints
-one JSON document for the test to look at.
+Run as `python -m tests.faults.portable_save DIRECTORY POINTS FORM`, where FORM is JSON: settings of
+`StreamConfig`. megatron-core is imported once, and everything else happens in forked children,
+those of one format beside those of the other. Prints one JSON document for the test to look at.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ FIRST = {
     kind: Checkpoint(name=f"first-{kind}", format=kind) for kind in (BUCKET_SHAPED, MODEL_SHAPED)
 }
 SECOND = {kind: Checkpoint(name=f"second-{kind}", format=kind) for kind in FIRST}
+FORM: dict[str, str] = {}
 
 
 def digest(optimizer: Any) -> str:
@@ -68,7 +69,9 @@ def run(directory: Path, actions: dict[int, Callable[[list[Any], Any], None]]) -
     config = TinyGptConfig(
         layers=1, hidden=48, steps=STEPS, inner_optimizer="fused", mixed_dtype=True
     )
-    stream = StreamConfig(directories=(directory / "state",), bucket_size=3 * SMALL_BUCKET_BYTES)
+    stream = StreamConfig(
+        directories=(directory / "state",), bucket_size=3 * SMALL_BUCKET_BYTES, **FORM
+    )
 
     def act(completed: int, chunks: list[Any], optimizer: Any) -> None:
         actions.get(completed, lambda *unused: None)(chunks, optimizer)
@@ -97,6 +100,7 @@ def save_twice(directory: Path, kind: str, countdown: Countdown, *, is_last: boo
 
     def first(chunks: list[Any], optimizer: Any) -> None:
         save(directory / FIRST[kind].name, chunks, optimizer, FIRST[kind])
+        (directory / "digest").write_text(digest(optimizer))
         snapshot(optimizer, directory / "snapshot")
 
     def second(chunks: list[Any], optimizer: Any) -> None:
@@ -146,6 +150,7 @@ def look(directory: Path, kind: str, found: Path) -> None:
             seen["saved again"] = digest(optimizer)
 
     run(directory, {0: load_all})
+    seen["was"] = (directory / "digest").read_text()
     seen["left"] = [str(p) for p in (directory / "state").rglob("*") if p.is_file()]
     found.write_text(json.dumps(seen))
 
@@ -194,6 +199,7 @@ def deaths(base: Path, kind: str, points: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     base, points = Path(sys.argv[1]), int(sys.argv[2])
+    FORM.update(json.loads(sys.argv[3]))
     with ProcessPoolExecutor(len(FIRST), mp_context=multiprocessing.get_context("fork")) as pool:
         each = [pool.submit(deaths, base, kind, points) for kind in FIRST]
         print(json.dumps([result for future in each for result in future.result()]))

@@ -14,6 +14,7 @@ import torch
 
 from gds_optimizer.errors import IoError, StepFailedError
 from gds_optimizer.footer import BucketRecord, expected_words, footer_words
+from gds_optimizer.snapshots import restore_snapshot, take_snapshot
 from tests.support.engines import (
     StreamedOptimizer,
     adamw,
@@ -25,7 +26,9 @@ from tests.support.engines import (
     pair,
     streamed,
 )
+from tests.support.forms import INT8, REMAINDER, name_of
 from tests.support.io_conformance import file_size_limit
+from tests.support.snapshots import compare, everything
 
 pytestmark = pytest.mark.faults
 
@@ -246,6 +249,32 @@ def test_models_are_whole_after_a_failure(tmp_path):
         for old, new, found in zip(before, both.resident.models, after, strict=True):
             assert bool(((found == old) | (found == new)).all())
     assert bits_of(before) != bits_of(after)
+
+
+@pytest.mark.parametrize("form", [REMAINDER, INT8 | REMAINDER], ids=name_of)
+def test_a_snapshot_is_the_way_back_where_the_model_holds_halves(tmp_path, form):
+    """The model is half a step ahead then; what a snapshot has is whole without it."""
+    state = tmp_path / "state"
+    state.mkdir()
+    with streamed(state, slots=1, moments=form, **OPTIONS) as run:
+        engines = {"opt0": run.engine}
+        for number in range(2):
+            step(run, number)
+        take_snapshot(engines, tmp_path / "snapshot")
+        wanted = [everything(run)]
+        for number in range(2, 4):
+            step_and_drain(run, number)
+            wanted.append(everything(run))
+        assert [path.stat().st_size for path in run.paths] == [SMALL] * 2 + [LARGE] * 3
+        models = [model.clone() for model in run.models]
+        with file_size_limit(SMALL), pytest.raises(StepFailedError):
+            step_and_drain(run, 4)
+        assert bits_of(models) != bits_of(run.models)
+        assert restore_snapshot(engines, tmp_path / "snapshot") == 2
+        compare(wanted[0], everything(run))
+        for number in range(2, 4):
+            step(run, number)
+            compare(wanted[number - 1], everything(run))
 
 
 def test_the_limit_of_these_tests_is_undone():

@@ -23,10 +23,15 @@ POINTS = 20
 """Deaths in each format."""
 
 
-@pytest.fixture(scope="module")
-def deaths(tmp_path_factory):
+@pytest.fixture(
+    scope="module",
+    params=[{}, {"moment_dtype": "int8", "main": "remainder"}],
+    ids=["fp32", "int8-remainder"],
+)
+def deaths(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("portable")
     command = [sys.executable, "-m", "tests.faults.portable_save", str(directory), str(POINTS)]
+    command.append(json.dumps(request.param))
     ended = subprocess.run(
         command,
         cwd=REPOSITORY,
@@ -50,7 +55,8 @@ def test_killed_anywhere(deaths, kind):
     assert not untouched["died"]
     first, second = untouched[f"first-{kind}"], untouched[f"second-{kind}"]
     assert first != second
-    assert untouched["snapshot"] == first
+    # What is decoded for a checkpoint is encoded to the same when it is loaded.
+    assert untouched["snapshot"] == first == untouched["was"]
     for found in others:
         assert found[f"first-{kind} is declared"], found["at"]
         assert found[f"first-{kind}"] == first, found["at"]

@@ -27,6 +27,7 @@ from gds_optimizer.snapshots import (
     take_snapshot,
 )
 from tests.support.engines import SMALL_BUCKET_BYTES, StreamedOptimizer, grads_of
+from tests.support.forms import BF16, FP32, INT8, REMAINDER, name_of
 from tests.support.killing import Countdown, killed_at
 from tests.support.snapshots import build, built, compare, everything, hashes
 
@@ -40,9 +41,10 @@ POINTS = {False: 10, True: 20}
 as many in the rest."""
 
 
-def make(directory: Path, **options: Any) -> StreamedOptimizer:
-    roots = [directory / "state", directory / "other"]
-    return build(roots, sizes=SIZES, native=(1,), groups=None, **options)
+def make(scene: Scene, **options: Any) -> StreamedOptimizer:
+    roots = [scene.directory / "state", scene.directory / "other"]
+    options = {"sizes": SIZES, "native": (1,), "groups": None, "moments": scene.form, **options}
+    return build(roots, **options)
 
 
 def steps(optimizer: StreamedOptimizer, start: int, stop: int) -> None:
@@ -53,8 +55,9 @@ def steps(optimizer: StreamedOptimizer, start: int, stop: int) -> None:
 class Scene:
     """Directories, with files of a user's own among them, and what the state was at each step."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, form: dict[str, str]) -> None:
         self.directory = directory
+        self.form = form
         for name in ("state", "other", "snapshots", "copies"):
             (directory / name).mkdir(parents=True)
             (directory / name / "notes.txt").write_text("mine")
@@ -64,7 +67,8 @@ class Scene:
         self.wanted: dict[int, dict[str, Any]] = {}
 
     def look(self) -> None:
-        with built(self.directory / "state", sizes=SIZES, native=(1,), groups=None) as optimizer:
+        options: dict[str, Any] = {"sizes": SIZES, "native": (1,), "groups": None}
+        with built(self.directory / "state", moments=self.form, **options) as optimizer:
             for step in range(SECOND + 3):
                 self.wanted[step] = everything(optimizer)
                 steps(optimizer, step, step + 1)
@@ -91,18 +95,20 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory) -> Iterator[Callable[[], Scene]]:
+def scenes(tmp_path_factory) -> Iterator[Callable[..., Scene]]:
     base = tmp_path_factory.mktemp("kill")
-    model = Scene(base / "model")
-    model.look()
+    models: dict[str, Scene] = {}
     count = 0
 
-    def new() -> Scene:
+    def new(form: dict[str, str] = FP32) -> Scene:
         nonlocal count
         count += 1
         shutil.rmtree(base / f"scene{count - 1}", ignore_errors=True)
-        scene = Scene(base / f"scene{count}")
-        scene.wanted = model.wanted
+        scene = Scene(base / f"scene{count}", form)
+        if name_of(form) not in models:
+            model = models[name_of(form)] = Scene(base / f"model-{name_of(form)}", form)
+            model.look()
+        scene.wanted = models[name_of(form)].wanted
         return scene
 
     yield new
@@ -127,7 +133,7 @@ def no_links_into(directory: Path) -> None:
 def begin(scene: Scene) -> tuple[StreamedOptimizer, dict[str, Any]]:
     """A run with a snapshot, one step ahead of it."""
     no_links_into(scene.directory / "other")
-    optimizer = make(scene.directory)
+    optimizer = make(scene)
     engines = {"opt0": optimizer.engine}
     steps(optimizer, 0, FIRST)
     take_snapshot(engines, scene.snapshots / "first")
@@ -182,7 +188,7 @@ def restore(scene: Scene, countdown: Countdown) -> None:
 def restore_into_other_buckets(scene: Scene, countdown: Countdown) -> None:
     optimizer, _ = begin(scene)
     optimizer.close()
-    other = make(scene.directory, bucket_size=2 * SMALL_BUCKET_BYTES)
+    other = make(scene, bucket_size=2 * SMALL_BUCKET_BYTES)
     countdown.arm()
     restore_snapshot({"opt0": other.engine}, scene.snapshots / "first")
     steps(other, FIRST, FIRST + 2)
@@ -221,7 +227,7 @@ def clean_by_hand(scene: Scene) -> None:
 
 def clean_by_going_on(scene: Scene) -> None:
     """The next snapshot and the next copy of a run that keeps some of each do it."""
-    optimizer = make(scene.directory)
+    optimizer = make(scene)
     engines = {"opt0": optimizer.engine}
     take_snapshot(engines, scene.snapshots / "next", keep_last=99)
     SnapshotCopy(scene.snapshots / "next", scene.copies / "next", keep_last=99).wait()
@@ -264,7 +270,7 @@ def check(
     assert scene.user_files() == user_files
 
     # A new run in the same place, while the snapshots are there.
-    optimizer = make(scene.directory)
+    optimizer = make(scene)
     try:
         scratch = [n for n in scene.live_elsewhere() if LINKS_DIRECTORY not in n]
         assert len(scratch) == len(optimizer.paths) + 2 * len(("lock", "layout.json"))
@@ -288,9 +294,20 @@ def check(
     return names
 
 
-@pytest.mark.parametrize("operation", KEPT, ids=lambda operation: operation.__name__)
-def test_killed_anywhere(scenes, operation, pytestconfig):
-    scene = scenes()
+@pytest.mark.parametrize(
+    ("operation", "form"),
+    [
+        *((operation, FP32) for operation in KEPT),
+        # With halves of mains to write and to take back, and planes that are decoded.
+        pytest.param(take, INT8 | REMAINDER, marks=pytest.mark.slow),
+        pytest.param(copy, REMAINDER, marks=pytest.mark.slow),
+        pytest.param(restore, INT8 | REMAINDER, marks=pytest.mark.slow),
+        pytest.param(restore_into_other_buckets, BF16 | REMAINDER, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: name_of(value) or value.__name__,
+)
+def test_killed_anywhere(scenes, operation, form, pytestconfig):
+    scene = scenes(form)
     calls = killed_at(-1, lambda countdown: operation(scene, countdown))
     assert calls is not None
     count = POINTS[pytestconfig.getoption("slow")]
@@ -300,7 +317,7 @@ def test_killed_anywhere(scenes, operation, pytestconfig):
     deaths = 0
     seen: set[tuple[str, ...]] = set()
     for number, at in enumerate(points):
-        scene = scenes()
+        scene = scenes(form)
         clean_up = clean_by_going_on if number % 2 else clean_by_hand
         user_files = scene.user_files()
         died = killed_at(at, lambda countdown, scene=scene: operation(scene, countdown)) is None

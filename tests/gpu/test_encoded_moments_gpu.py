@@ -7,7 +7,8 @@ import torch
 
 from gds_optimizer.mapped_state import map_state
 from tests.support.engines import SIZES, pair, same_bits
-from tests.unit.test_encoded_moments import FROZEN, LOSSY, name_of
+from tests.support.forms import FROZEN, name_of
+from tests.unit.test_encoded_moments import LOSSY
 
 pytestmark = pytest.mark.gpu
 

@@ -11,17 +11,9 @@ from gds_optimizer.codecs import fused_kernels
 from gds_optimizer.errors import ModelChangedError
 from gds_optimizer.mapped_state import map_state
 from tests.support.engines import SIZES, adamw, grads_of, pair, same_bits
+from tests.support.forms import BF16, FP32, FROZEN, INT8, name_of, special_values
 from tests.support.snapshots import built, compare, everything, restore, root, take
-from tests.unit.test_remainder_mains import (
-    BF16,
-    FP32,
-    FROZEN,
-    INT8,
-    OPTIMIZERS,
-    name_of,
-    special_values,
-    with_remainders,
-)
+from tests.unit.test_remainder_mains import OPTIMIZERS, with_remainders
 
 pytestmark = pytest.mark.gpu
 

@@ -3,62 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
-from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
-from tests.megatron.checkpointing import (
-    BUCKET_SHAPED,
-    MODEL_SHAPED,
-    PLAN,
-    Checkpoint,
-    Load,
-    Look,
-    Run,
-    Save,
-    compare_moments,
-    compare_resumed,
-)
+from tests.megatron.checkpointing import MODEL_SHAPED, PLAN, compare_moments, compare_resumed
+from tests.megatron.forms import FORMATS, SAVED, add, add_loading, add_saving
 from tests.megatron.harness import compare_records
-from tests.megatron.streaming import SMALL_BUCKET_BYTES, Streaming
 
 pytestmark = pytest.mark.megatron
 
-STEPS, SAVED = 7, 4
-CONFIG = {"layers": 1, "hidden": 48, "schedule": "changing", "swiglu": True, "mixed_dtype": True}
 # One counts its steps for each parameter, the other in its groups.
-INNER = {"fp32": "adamw", "bf16": "adamw", "int8": "fused"}
-MOMENTS = ("bf16", "int8")
-FORMATS = (BUCKET_SHAPED, MODEL_SHAPED)
+INNER = {"bf16": "adamw", "int8": "fused"}
+MOMENTS = tuple(INNER)
 
-
-def checkpoint(moments: str, kind: str) -> Checkpoint:
-    return Checkpoint(name=f"encoded-{moments}-{kind}", format=kind)
-
-
-def add(name: str, moments: str, *actions: object, **options: Any) -> None:
-    options = {**CONFIG, "steps": STEPS, "inner_optimizer": INNER[moments], **options}
-    PLAN.add(
-        f"encoded/{name}",
-        1,
-        Run(
-            config=TinyGptConfig(**options),
-            streaming=Streaming(bucket_size=3 * SMALL_BUCKET_BYTES),
-            stream_options={"moment_dtype": moments},
-            actions={SAVED: actions} if actions else {},
-        ),
-    )
-
-
-for moments in MOMENTS:
-    add(f"{moments}/fp32", "fp32", inner_optimizer=INNER[moments])
-    add(f"{moments}/not-saved", moments)
-    add(moments, moments, *(Save(checkpoint(moments, kind)) for kind in FORMATS), Look())
+for moments, inner in INNER.items():
+    form, options = {"moment_dtype": moments}, {"inner_optimizer": inner}
+    add(f"encoded/{moments}/fp32", {}, **options)
+    add(f"encoded/{moments}/not-saved", form, **options)
+    add_saving(f"encoded/{moments}", form, **options)
     for kind in FORMATS:
-        load = Load(checkpoint(moments, kind))
-        add(f"{moments}/{kind}", moments, load, Look(), first_step=SAVED)
-add("bf16/by-fp32", "fp32", Load(checkpoint("bf16", MODEL_SHAPED)), Look(), first_step=SAVED)
+        add_loading(f"encoded/{moments}/{kind}", f"encoded/{moments}", kind, form, **options)
+add_loading("encoded/bf16/by-fp32", "encoded/bf16", MODEL_SHAPED, {}, inner_optimizer="adamw")
 
 
 @pytest.fixture(scope="module")

@@ -6,53 +6,17 @@ from typing import Any
 
 import pytest
 
-from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
-from tests.megatron.checkpointing import (
-    BUCKET_SHAPED,
-    MODEL_SHAPED,
-    PLAN,
-    Checkpoint,
-    Load,
-    Look,
-    Run,
-    Save,
-    compare_moments,
-    compare_resumed,
-)
+from tests.megatron.checkpointing import PLAN, compare_moments, compare_resumed
+from tests.megatron.forms import FORMATS, SAVED, add_loading, add_saving
 from tests.megatron.harness import compare_records
-from tests.megatron.streaming import SMALL_BUCKET_BYTES, Streaming
 
 pytestmark = pytest.mark.megatron
 
-STEPS, SAVED = 7, 4
-CONFIG = {"layers": 1, "hidden": 48, "schedule": "changing", "swiglu": True, "mixed_dtype": True}
-FORMATS = (BUCKET_SHAPED, MODEL_SHAPED)
 MAINS: dict[str, dict[str, Any]] = {
     "fp32": {"main": "fp32"},
     "remainder": {"main": "remainder"},
     "bitmap": {"main": "remainder", "moment_dtype": "int8", "moment_rounding": "nearest"},
 }
-
-
-def checkpoint(main: str, kind: str) -> Checkpoint:
-    return Checkpoint(name=f"remainder-{main}-{kind}", format=kind)
-
-
-def add(name: str, main: str, *actions: object, **options: Any) -> None:
-    PLAN.add(
-        f"remainder/{name}",
-        1,
-        Run(
-            config=TinyGptConfig(**CONFIG, steps=STEPS, inner_optimizer="fused", **options),
-            streaming=Streaming(bucket_size=3 * SMALL_BUCKET_BYTES),
-            stream_options=MAINS[main],
-            actions={SAVED: actions} if actions else {},
-        ),
-    )
-
-
-for main in MAINS:
-    add(main, main, *(Save(checkpoint(main, kind)) for kind in FORMATS), Look())
 LOADS = [
     (saved, loaded, kind)
     for saved, loaded in (
@@ -63,9 +27,11 @@ LOADS = [
     )
     for kind in FORMATS
 ]
+for main, form in MAINS.items():
+    add_saving(f"remainder/{main}", form, inner_optimizer="fused")
 for saved, loaded, kind in LOADS:
-    load = Load(checkpoint(saved, kind))
-    add(f"{saved}/{loaded}/{kind}", loaded, load, Look(), first_step=SAVED)
+    name = f"remainder/{saved}/{loaded}/{kind}"
+    add_loading(name, f"remainder/{saved}", kind, MAINS[loaded], inner_optimizer="fused")
 
 
 @pytest.fixture(scope="module")

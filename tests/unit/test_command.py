@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 
 from gds_optimizer import command
-from gds_optimizer.bench import checkpoints, gds_check, initialization, peers, precision, tiers
+from gds_optimizer.bench import (
+    checkpoints,
+    gds_check,
+    initialization,
+    peers,
+    precision,
+    shards,
+    tiers,
+)
 from gds_optimizer.errors import ConfigError, IoPathError, NoSpaceError
 
 ON_DRIVES = (checkpoints, initialization, tiers, peers)
-MAINS = [*ON_DRIVES, gds_check]
+MAINS = [*ON_DRIVES, gds_check, shards]
 
 
 def arguments(module: object, directory: Path, *more: str) -> list[str]:

@@ -583,6 +583,10 @@ def test_precision():
             f"{100 * nbytes / (12 * 2**24):.0f} %",
             f"{fields_by_name(StreamConfig)['slots']} × {nbytes / 2**20:g} MiB",
             f"{bucket.scratch_bytes // 2**20} MiB" if bucket.scratch_bytes else "0",
+            " + ".join(f"{plane.nbytes / 2**24:.4g}" for plane in bucket.planes),
+            {"fp32": "", "main:remainder16": "sign of `exp_avg_sq`"}.get(
+                codec, "a bitmap of 0.125"
+            ),
         ]
     head, *_ = [
         line.strip("| ").split(" | ")

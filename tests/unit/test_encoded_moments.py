@@ -37,6 +37,7 @@ from tests.support.engines import (
     same_bits,
     streamed,
 )
+from tests.support.forms import BUCKET_BYTES, FROZEN, momentum, name_of
 from tests.support.page_cache import resident_pages
 from tests.support.snapshots import (
     all_well,
@@ -57,7 +58,6 @@ INT8 = {"moment_dtype": "int8", "moment_rounding": "nearest"}
 INT8_SR = {"moment_dtype": "int8", "moment_rounding": "stochastic"}
 LOSSY = [BF16, BF16_SR, INT8, INT8_SR]
 
-momentum = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 counting_in_groups = partial(FusedAdamStandIn, lr=1e-2)
 OPTIMIZERS = {
     "foreach": partial(adamw, foreach=True),
@@ -65,15 +65,8 @@ OPTIMIZERS = {
     "amsgrad": partial(adamw, amsgrad=True),
     "momentum": momentum,
 }
-BUCKET_BYTES = 16 * 1024  # 1024 elements of up to four planes
-# Without a gradient: some never, some now and then, and with them all pieces of some buckets.
-FROZEN = {0: (2, 5), 1: (2,), 2: (2, 3, 8), 3: (0, 1, 2, 3, 5, 6), 4: (2, 7, 8)}
 
 State = Mapping[str, Mapping[str, Any]]
-
-
-def name_of(value: Any) -> str:
-    return "-".join(value.values()) if isinstance(value, dict) else ""
 
 
 lossy = pytest.mark.parametrize("moments", LOSSY, ids=name_of)

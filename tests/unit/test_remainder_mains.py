@@ -38,6 +38,17 @@ from tests.support.engines import (
     same_bits,
     streamed,
 )
+from tests.support.forms import (
+    BF16,
+    BUCKET_BYTES,
+    FP32,
+    FROZEN,
+    INT8,
+    REMAINDER,
+    momentum,
+    name_of,
+    special_values,
+)
 from tests.support.snapshots import (
     all_well,
     built,
@@ -52,14 +63,9 @@ from tests.support.snapshots import (
     world,
 )
 
-FP32: dict[str, str] = {}
-BF16 = {"moment_dtype": "bf16"}
-INT8 = {"moment_dtype": "int8"}
 MOMENTS = [FP32, BF16, INT8]
-REMAINDER = {"main": "remainder"}
 MAINS = [{"main": "fp32"}, REMAINDER]
 
-momentum = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 OPTIMIZERS = {
     "default": adamw,
     "foreach": partial(adamw, foreach=True),
@@ -68,13 +74,6 @@ OPTIMIZERS = {
     "momentum": momentum,
     "sgd": partial(torch.optim.SGD, lr=0.1),
 }
-BUCKET_BYTES = 16 * 1024  # 1024 elements of up to four planes
-# Without a gradient: some never, some now and then, and with them all pieces of some buckets.
-FROZEN = {0: (2, 5), 1: (2,), 2: (2, 3, 8), 3: (0, 1, 2, 3, 5, 6), 4: (2, 7, 8)}
-
-
-def name_of(value: Any) -> str:
-    return "-".join(value.values()) or "fp32" if isinstance(value, dict) else ""
 
 
 all_moments = pytest.mark.parametrize("moments", MOMENTS, ids=name_of)
@@ -165,19 +164,6 @@ def test_mains_that_stay_in_the_model(tmp_path, initialize, slots):
     options = {**with_remainders(FP32), "initialize": initialize, "slots": slots}
     with pair(tmp_path, adamw, native=(1, 3, 4), **options) as both:
         steps(both, 0, 5)
-
-
-def special_values(numel: int, seed: int) -> torch.Tensor:
-    """Mains of any exponent, half of them ties, and zeros, subnormals and infinities among them."""
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(-(2**31), 2**31, (numel,), generator=generator).to(torch.int32)
-    bits[::2] = bits[::2] & ~0xFFFF | 0x8000
-    bits[3::7] &= ~0x7F800000  # subnormals, among them ties next to zero
-    first = (0, -(2**31), 0x7F800000, 0x7F800000 - 2**31, 0x8000, 0x18000, 1, 0x7F7FFFFF)
-    bits[: len(first)] = torch.tensor(first[:numel], dtype=torch.int64).to(torch.int32)
-    values = bits.view(torch.float32)
-    values[values.isnan()] = 1.0
-    return values
 
 
 @all_moments

@@ -13,6 +13,7 @@ import torch
 
 from gds_optimizer import room
 from gds_optimizer.cli import main as cli_main
+from gds_optimizer.codecs import get_codec
 from gds_optimizer.errors import (
     ConfigError,
     CorruptBucketError,
@@ -26,6 +27,8 @@ from gds_optimizer.snapshot_convert import convert, plan_conversion
 from gds_optimizer.snapshot_read import all_parts, describe, verify
 from gds_optimizer.snapshots import clean_incomplete, restore_snapshot, take_snapshot
 from gds_optimizer.storage_form import StorageForm
+from tests.support.engines import same_bits
+from tests.support.forms import special_values
 from tests.support.killing import Countdown, killed_at
 from tests.support.snapshots import (
     all_well,
@@ -49,6 +52,22 @@ FORMS: dict[str, dict[str, str]] = {
     "int8": {"moment_dtype": "int8", "moment_rounding": "nearest"},
     "int8-sr": {"moment_dtype": "int8", "moment_rounding": "stochastic"},
 }
+REMAINDERS = {f"{name}-remainder": {**form, "main": "remainder"} for name, form in FORMS.items()}
+ALL_FORMS = FORMS | REMAINDERS
+PAIRS = [
+    *itertools.permutations(FORMS, 2),
+    # One where only mains change, and ones where the place of their tie bits does.
+    ("fp32", "fp32-remainder"),
+    ("fp32-remainder", "fp32"),
+    ("bf16-sr-remainder", "bf16-sr"),
+    ("int8-sr", "int8-sr-remainder"),
+    ("int8-sr-remainder", "int8-sr"),
+    ("fp32-remainder", "bf16-sr-remainder"),
+    ("fp32-remainder", "int8-sr-remainder"),
+    ("int8-sr-remainder", "fp32-remainder"),
+    ("int8-remainder", "bf16"),
+    ("fp32", "int8-sr-remainder"),
+]
 STEPS = 6
 """Enough for the parameter that gets its first gradient late."""
 
@@ -62,10 +81,15 @@ def converted(source: Path, target: Path, form: Mapping[str, str]) -> Path:
 def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A snapshot in each form, of many small buckets and with buckets that no step has changed."""
     found = {}
-    for name, form in FORMS.items():
+    for name in dict.fromkeys(before for before, _ in PAIRS):
         directory = tmp_path_factory.mktemp(name)
-        with built(root(directory), moments=form) as optimizer:
+        with built(root(directory), moments=ALL_FORMS[name]) as optimizer:
             train(optimizer, 0, STEPS)
+            if name == "fp32" or "remainder" in name:
+                # Ties and all that may go wrong in rounding. Their parameter gets no more than
+                # the next step does.
+                main = optimizer.mains[8]
+                optimizer.engine.write_mains({id(main): special_values(main.numel(), 1)})
             found[name] = take(optimizer, directory / "taken")
     return found
 
@@ -78,11 +102,11 @@ def source(taken: dict[str, Path]) -> Path:
 # ---------------------------------------------------------------------- what comes out
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(FORMS, 2)))
+@pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_it_is_what_a_run_of_that_form_would_have(taken, tmp_path, before, after):
-    source, form = taken[before], FORMS[after]
+    source, form = taken[before], ALL_FORMS[after]
     files = hashes(source)
-    target = converted(source, tmp_path / "converted", form)
+    target = converted(source, tmp_path / "converted", {"main": "fp32", **form})
     assert hashes(source) == files
     assert verify(target) == []
     with (
@@ -123,6 +147,93 @@ def test_shards_that_move_across_buckets(tmp_path):
     mains = [key for key in wanted if key.startswith("main of")]
     assert mains
     compare({key: wanted[key] for key in mains}, {key: kept[key] for key in mains})
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16-sr", "int8-sr"])
+@pytest.mark.parametrize("first", ["fp32", "remainder"])
+def test_mains_there_and_back(tmp_path, name, first):
+    """Lossless both ways: the planes' very bytes, and a run that goes on as one never converted."""
+    second = {"fp32": "remainder", "remainder": "fp32"}[first]
+    form = {**FORMS[name], "main": first}
+    with built(root(tmp_path), moments=form) as never_converted:
+        train(never_converted, 0, STEPS)
+        main = never_converted.mains[8]
+        never_converted.engine.write_mains({id(main): special_values(main.numel(), 2)})
+        source = take(never_converted, tmp_path / "taken")
+        there = converted(source, tmp_path / "there", {"main": second})
+        back = converted(there, tmp_path / "back", {"main": first})
+        for path in (there, back):
+            assert verify(path) == []
+        assert {p.name for p in there.rglob("*")} ^ {p.name for p in back.rglob("*")} == {
+            "upper.bin"
+        }
+        restore(never_converted, source)  # the model has the changed mains, as after converting
+        wanted = [everything(never_converted)]
+        train(never_converted, STEPS, STEPS + 3)
+        wanted.append(everything(never_converted))
+    (old,), (new,) = all_parts(source), all_parts(back)
+    assert old.layout == new.layout
+    for bucket in old.layout.buckets:
+        contents = [part.file(bucket.index).read_bytes() for part in (old, new)]
+        for plane in bucket.planes:
+            own = slice(plane.offset, plane.offset + plane.nbytes)
+            before, after = (
+                torch.frombuffer(bytearray(c[own]), dtype=torch.uint8) for c in contents
+            )
+            if not get_codec(plane.codec).is_view:
+                assert torch.equal(before, after)
+            for piece in bucket.pieces if get_codec(plane.codec).is_view else ():
+                low, high = (4 * (piece.bucket_offset + n) for n in (0, piece.numel))
+                assert torch.equal(before[low:high], after[low:high])
+    for number, (path, main) in enumerate([(there, second), (back, first)]):
+        options = {**FORMS[name], "main": main}
+        with built(root(tmp_path, f"run{number}"), moments=options) as run:
+            assert restore(run, path) == STEPS
+            compare(wanted[0], everything(run))
+            train(run, STEPS, STEPS + 3)
+            compare(wanted[1], everything(run))
+
+
+def test_ties_of_moments_that_were_never_written(tmp_path):
+    """They need the plane whose signs hold them."""
+    options: dict[str, Any] = {"sizes": (3000,), "native": (), "groups": None}
+    values = special_values(3000, 3)
+    with built(root(tmp_path), **options) as optimizer:
+        optimizer.engine.write_mains({id(optimizer.mains[0]): values})
+        source = take(optimizer, tmp_path / "taken")
+    target = converted(source, tmp_path / "converted", {"main": "remainder"})
+    (part,) = all_parts(target)
+    assert [entry["written"] for entry in part.manifest["buckets"]] == [[True, False, True]] * 3
+    assert verify(target) == []
+    with built(root(tmp_path, "other"), moments={"main": "remainder"}, **options) as run:
+        restore(run, target)
+        assert same_bits(values, run.engine.read_state()["p0"]["main"])
+    back = converted(target, tmp_path / "back", {"main": "fp32"})
+    with built(root(tmp_path, "third"), **options) as run:
+        restore(run, back)
+        found = run.engine.read_state()["p0"]
+        assert same_bits(values, found["main"])
+        assert not torch.signbit(found.get("exp_avg_sq", torch.zeros(1))).any()
+
+
+def test_signs_that_were_never_written_are_no_ties(tmp_path):
+    options: dict[str, Any] = {"sizes": (3000,), "native": (), "groups": None}
+    values = torch.full((3000,), 0x3F808000, dtype=torch.int32).view(torch.float32)
+    with built(root(tmp_path), **options) as optimizer:
+        optimizer.engine.write_mains({id(optimizer.mains[0]): values})
+        source = take(optimizer, tmp_path / "taken")
+    target = converted(source, tmp_path / "converted", {"main": "remainder"})
+    (part,) = all_parts(target)
+    for bucket, entry in zip(part.layout.buckets, part.manifest["buckets"], strict=True):
+        assert entry["written"] == [True, False, False]
+        with open(part.file(bucket.index), "r+b") as file:
+            file.seek(bucket.planes[2].offset)
+            file.write(b"\xff" * bucket.planes[2].nbytes)
+    assert verify(target) == []
+    back = converted(target, tmp_path / "back", {"main": "fp32"})
+    with built(root(tmp_path, "other"), **options) as run:
+        restore(run, back)
+        assert same_bits(values, run.engine.read_state()["p0"]["main"])
 
 
 def test_only_the_rounding_changes_no_byte_of_a_plane(taken, tmp_path):
@@ -209,13 +320,17 @@ def test_all_ranks_and_optimizers(tmp_path):
     compare(*found)
 
 
-def test_progress_is_all_that_is_read(source, tmp_path):
+@pytest.mark.parametrize("name", ["fp32", "fp32-remainder"])
+def test_progress_is_all_that_is_read(taken, tmp_path, name):
+    source = taken[name]
     conversion = plan_conversion(source, tmp_path / "converted", StorageForm(moment_dtype="bf16"))
     seen: list[int] = []
     convert(conversion, seen.append)
     assert sum(seen) == conversion.read_bytes
     assert len(seen) > len(all_parts(source)[0].layout.buckets)
-    written = sum(path.stat().st_size for path in conversion.target.rglob("bucket*.bin"))
+    names = ("bucket*.bin", "upper.bin")
+    files = [path for name in names for path in conversion.target.rglob(name)]
+    written = sum(path.stat().st_size for path in files)
     assert written == conversion.written_bytes
     everything_bytes = sum(path.stat().st_size for path in conversion.target.rglob("*.*"))
     assert written < everything_bytes <= conversion.needed_bytes
@@ -233,6 +348,8 @@ def test_progress_is_all_that_is_read(source, tmp_path):
         ("bf16", {"moment_dtype": "bf16"}),
         ("int8-sr", {"moment_rounding": "stochastic"}),
         ("bf16", {}),
+        ("fp32", {"main": "fp32"}),
+        ("int8-sr-remainder", {"main": "remainder", "moment_dtype": "int8"}),
     ],
 )
 def test_the_form_that_it_has(taken, tmp_path, name, form):
@@ -241,7 +358,9 @@ def test_the_form_that_it_has(taken, tmp_path, name, form):
     assert not (tmp_path / "converted").exists()
 
 
-@pytest.mark.parametrize(("key", "value"), [("moment_dtype", "fp8"), ("moment_rounding", "up")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("moment_dtype", "fp8"), ("moment_rounding", "up"), ("main", "auto")]
+)
 def test_forms_that_there_are_not(key, value):
     with pytest.raises(ConfigError, match=f"{key} is '{value}', wanted one of"):
         StorageForm(**{key: value})
@@ -259,11 +378,18 @@ def test_a_plane_without_8_bit_encoding(tmp_path):
     assert verify(converted(source, tmp_path / "converted", FORMS["bf16"])) == []
 
 
-@pytest.mark.parametrize("codec", ["main:remainder16", "main:later"])
-def test_a_codec_that_cannot_be_converted(source, tmp_path, codec):
-    plane = PlaneSpec(name="main", codec=codec)
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [("main", "main:later"), ("main", "bf16"), ("exp_avg", "main:remainder16")],
+)
+def test_a_plane_that_cannot_be_converted(name, codec):
+    plane = PlaneSpec(name=name, codec=codec)
     with pytest.raises(UnsupportedError, match=f"stored by the codec '{codec}'"):
-        StorageForm(moment_dtype="bf16").codec(plane, "AdamW")
+        StorageForm(moment_dtype="bf16").planes([plane], "AdamW")
+
+
+def test_a_codec_of_a_later_version(source, tmp_path):
+    codec = "main:later"
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     _rewrite_codec(copy, codec)
@@ -338,6 +464,19 @@ def test_damage_is_named_and_not_passed_on(source, tmp_path, offset, after):
     assert_nothing(tmp_path)
 
 
+def test_damaged_halves(taken, tmp_path):
+    source = taken["int8-sr-remainder"]
+    file = source / "rank00000" / "opt0" / "upper.bin"
+    place = file.stat().st_size - 4000
+    flip(file, place)
+    try:
+        with pytest.raises(CorruptBucketError, match=r"upper halves of bucket \d+ in .*upper\.bin"):
+            converted(source, tmp_path / "new" / "converted", {"main": "fp32"})
+    finally:
+        flip(file, place)
+    assert_nothing(tmp_path)
+
+
 def test_a_damaged_value_without_bucket(source, tmp_path):
     file = source / "rank00000" / "opt0" / "resident.bin"
     flip(file, 2)
@@ -363,16 +502,20 @@ def test_a_failure_leaves_what_was_there(source, tmp_path):
 
 
 @pytest.mark.faults
-def test_killed_anywhere(tmp_path):
+@pytest.mark.parametrize(
+    ("before", "after"), [("fp32", "int8"), ("int8", "int8-remainder"), ("fp32-remainder", "int8")]
+)
+def test_killed_anywhere(tmp_path, before, after):
     options: dict[str, Any] = {"sizes": (3000, 100, 2500), "groups": None}
-    with built(root(tmp_path), **options) as optimizer:
+    with built(root(tmp_path), moments=ALL_FORMS[before], **options) as optimizer:
         train(optimizer, 0, 2)
         source = take(optimizer, tmp_path / "taken")
     files = hashes(source)
-    wanted = hashes(converted(source, tmp_path / "wanted", FORMS["int8"]))
+    form = {"main": "fp32", **ALL_FORMS[after]}
+    wanted = hashes(converted(source, tmp_path / "wanted", form))
 
     def work(target: Path, countdown: Countdown) -> None:
-        conversion = plan_conversion(source, target, StorageForm(**FORMS["int8"]))
+        conversion = plan_conversion(source, target, StorageForm(**form))
         countdown.arm()
         convert(conversion)
 
@@ -390,7 +533,7 @@ def test_killed_anywhere(tmp_path):
             assert verify(target) == []
             continue
         if number % 2:  # by the next conversion
-            converted(source, target, FORMS["int8"])
+            converted(source, target, form)
             assert _buckets(hashes(target)) == _buckets(wanted)
         else:  # by what cleans up after snapshots and copies
             clean_incomplete(directory)
@@ -422,6 +565,16 @@ def test_the_command(source, tmp_path, capsys):
     assert run("verify", target) == 0
     codecs = {plane.codec for space in all_parts(target)[0].layout.spaces for plane in space.planes}
     assert codecs == {"fp32", "fp32:bf16-sr"}  # what a run is given by default
+
+
+def test_the_command_with_mains(source, tmp_path, capsys):
+    target = tmp_path / "converted"
+    assert run("convert", source, target, "--main", "remainder", "--moment-dtype", "int8") == 0
+    assert "converting: 100%" in capsys.readouterr().err
+    assert run("verify", target) == 0
+    assert run("inspect", target) == 0
+    assert "main main:remainder16-bitmap, exp_avg fp32:int8-signed-sr" in capsys.readouterr().out
+    assert run("convert", source, tmp_path / "other", "--main", "auto") == 2
 
 
 def test_statuses(source, tmp_path, capsys):

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from gds_optimizer.jsonvalues import seal, unseal
 from gds_optimizer.snapshot_read import all_parts, verify
 from gds_optimizer.snapshots import restore_snapshot, take_snapshot
 from tests.support.engines import SMALL_BUCKET_BYTES, StreamedOptimizer, grads_of
+from tests.support.forms import BF16, INT8, REMAINDER, name_of
 from tests.support.snapshots import built, compare, everything, flip, train
 
 SAME, OTHER = SMALL_BUCKET_BYTES, 2 * SMALL_BUCKET_BYTES
@@ -29,9 +30,10 @@ def step_all(optimizer: StreamedOptimizer, step: int) -> None:
 class Case:
     """A snapshot of step 3, one of step 2 of the same run, and engines to restore it into."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, form: Mapping[str, str] | None = None) -> None:
         (directory / "state").mkdir(parents=True)
-        with built(directory / "state") as optimizer:
+        self.form = form
+        with built(directory / "state", moments=form) as optimizer:
             for step in range(2):
                 step_all(optimizer, step)
             self.earlier = directory / "snapshots" / "2"
@@ -46,7 +48,8 @@ class Case:
         self.directory = directory
 
     def restore(self, bucket_size: int) -> dict[str, Any]:
-        with built(self.directory / "state", bucket_size=bucket_size) as optimizer:
+        options = {"bucket_size": bucket_size, "moments": self.form}
+        with built(self.directory / "state", **options) as optimizer:
             restore_snapshot({"opt0": optimizer.engine}, self.path)
             return everything(optimizer)
 
@@ -87,6 +90,32 @@ def intact(case: Case) -> Iterator[Case]:
 
 
 def test_nothing_is_found_where_nothing_is(case):
+    case.check_whole()
+
+
+@pytest.mark.parametrize("form", [REMAINDER, INT8, BF16 | REMAINDER, INT8 | REMAINDER], ids=name_of)
+def test_a_bit_in_every_page_of_every_file_of_other_forms(tmp_path, form):
+    """Encoded planes, remainders and the halves that go with them: verified, and not restored."""
+    case = Case(tmp_path / "case", form)
+    case.check_whole()
+    random.seed(0)
+    files = [path for path in case.path.rglob("*") if path.is_file()]
+    assert (case.part / "upper.bin" in files) == ("main" in form)
+    for path in files:
+        size, stem = path.stat().st_size, path.stem.replace("bucket0000", "bucket ")
+        name = path.name if not stem.startswith("bucket ") else f"{stem} in"
+        pages = [min(page + random.randrange(4096), size - 1) for page in range(0, size, 4096)]
+        for offset in pages:
+            bit = random.randrange(8)
+            flip(path, offset, bit)
+            (damage,) = case.damages()
+            assert path.name in damage, (offset, damage)
+            flip(path, offset, bit)
+        if path.name in ("upper.bin", "bucket00004.bin", "resident.bin"):
+            offset = random.choice(pages)
+            flip(path, offset)
+            case.check_noticed(name)
+            flip(path, offset)
     case.check_whole()
 
 
