@@ -156,6 +156,10 @@ def _cpu_for_cuda(device: Any) -> Any:
     return device
 
 
+_NAME_DEVICES = frozenset((torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.type))
+"""Methods that may name a device other than by `device=`."""
+
+
 class _CudaNamesCpu(TorchFunctionMode):
     """Torch calls that name a CUDA device happen on the CPU; type strings say `torch.cuda`.
 
@@ -170,11 +174,15 @@ class _CudaNamesCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        # Thousands of calls a step come here, and hardly any names a device.
+        if kwargs is None:
+            kwargs = {}
+        elif "device" in kwargs:
+            kwargs = {**kwargs, "device": _cpu_for_cuda(kwargs["device"])}
+        if func not in _NAME_DEVICES:
+            return func(*args, **kwargs)
         if func is torch.Tensor.cuda:
             return args[0]
-        if "device" in kwargs:
-            kwargs["device"] = _cpu_for_cuda(kwargs["device"])
         if func is torch.Tensor.to and len(args) > 1 and not isinstance(args[1], torch.Tensor):
             args = (args[0], _cpu_for_cuda(args[1]), *args[2:])
         result = func(*args, **kwargs)
