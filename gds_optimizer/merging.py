@@ -23,6 +23,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
+from gds_optimizer.evicted import gradients_of
 from gds_optimizer.layout import shard_alignment
 from gds_optimizer.plan import BoundPiece, EnginePlan
 
@@ -36,6 +37,10 @@ MERGED_MARK = "steps_merged_pieces_alike"
 GATHERED_NUMEL = 2**16
 """Elements; gradients of larger pieces are not copied, since launching a kernel costs less."""
 
+
+_LAYOUT, _DTYPE, _DEVICE = (
+    getattr(torch.Tensor, name).__get__ for name in ("layout", "dtype", "device")
+)
 
 MAX_GAP_NUMEL = 1024
 """Elements; more than shards of any layout are apart."""
@@ -60,12 +65,14 @@ class Run:
         bucket_slice: from the first piece's first element to the last one's last, gaps included.
         tensor: what the optimizer steps; the first piece's own.
         is_gathered: whether its gradients must be put together first.
+        owners: bindings whose first piece it has; each binding has one owner in a step.
     """
 
     pieces: list[BoundPiece]
     bucket_slice: slice
     tensor: torch.Tensor
     is_gathered: bool
+    owners: list[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -90,46 +97,90 @@ def merges(optimizer: torch.optim.Optimizer) -> bool:
     return kind in MERGED_CLASSES or bool(vars(kind).get(MERGED_MARK, False))
 
 
+class Mains:
+    """What stays the same of the mains of a plan: so that steps need not ask 20,000 of them.
+
+    Args:
+        plan: bindings.
+    """
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self.tensors = [binding.main for binding in plan.bindings]
+        self.kept = np.array([binding.keeps_main for binding in plan.bindings], dtype=bool)
+        kept = [main for main, kept in zip(self.tensors, self.kept, strict=True) if kept]
+        self.numel = np.array([main.numel() for main in self.tensors], dtype=np.int64)
+        self.dtypes = {main.dtype for main in kept}
+        self.devices = {main.device for main in kept}
+
+
 class Gradients:
     """The gradients of one step, by binding, and where they are in memory.
 
     Args:
-        plan: bindings.
-        groups: id(main) -> index of its group, of everything that the optimizer holds.
+        mains: of the bindings.
+        group: for each binding the index of its group; -1 where the optimizer has none for it.
 
     Attributes:
         held: binding index -> gradient.
+        is_there: for each binding, whether it has one.
     """
 
-    def __init__(self, plan: EnginePlan, groups: Mapping[int, int]) -> None:
-        bindings = plan.bindings
-        self.held: dict[int, torch.Tensor] = {}
-        count = len(bindings)
-        self.group = np.full(count, -1, dtype=np.int64)
+    def __init__(self, mains: Mains, group: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        self._mains = mains
+        count = len(mains.tensors)
+        self.group = group
+        self.is_there = np.zeros(count, dtype=bool)
         self.address = np.full(count, -1, dtype=np.int64)
         self.itemsize = np.zeros(count, dtype=np.int64)
         self.kind = np.zeros(count, dtype=np.int64)
         self._sources: dict[int, torch.Tensor] = {}
-        lazy: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
         with torch._C.DisableTorchFunctionSubclass():  # mains are a subclass: metadata only here
-            for index, binding in enumerate(bindings):
-                main = binding.main
-                group = groups.get(id(main))
-                if group is None:
-                    continue
-                self.group[index] = group
-                grad = main.grad
-                if grad is None:
-                    continue
-                self.held[index] = grad
-                if not binding.keeps_main:
-                    continue
-                if type(grad) is torch.Tensor:
-                    if grad.dtype is main.dtype:
-                        self._note(index, grad, main)
-                elif hasattr(grad, "stored") and hasattr(grad, "convert"):
-                    lazy[index] = cast(LazyGradient, grad).stored()
-                    self._note(index, lazy[index][0], main)
+            grads = gradients_of(mains.tensors)
+            self.held = {
+                index: grad
+                for index, (grad, number) in enumerate(zip(grads, group.tolist(), strict=True))
+                if grad is not None and number >= 0
+            }
+            self.is_there[list(self.held)] = True
+            if not self._note_alike():
+                self._note_each()
+
+    def _note_alike(self) -> bool:
+        """Note all at once if they are alike: plain, contiguous, as their mains are."""
+        chosen = np.flatnonzero(self.is_there & self._mains.kept)
+        indices = chosen.tolist()
+        grads = [self.held[index] for index in indices]
+        tensor: Any = torch.Tensor
+        if set(map(type, grads)) != {torch.Tensor} or set(map(_LAYOUT, grads)) != {torch.strided}:
+            return False
+        dtypes, devices = set(map(_DTYPE, grads)), set(map(_DEVICE, grads))
+        if (
+            len(dtypes | self._mains.dtypes) > 1
+            or len(devices | self._mains.devices) > 1
+            or not all(map(tensor.is_contiguous, grads))
+            or not np.array_equal(
+                np.fromiter(map(tensor.numel, grads), np.int64, len(grads)),
+                self._mains.numel[chosen],
+            )
+        ):
+            return False
+        self.address[chosen] = np.fromiter(map(tensor.data_ptr, grads), np.int64, len(grads))
+        self.itemsize[chosen] = grads[0].element_size()
+        self._sources = dict(zip(indices, grads, strict=True))
+        return True
+
+    def _note_each(self) -> None:
+        lazy: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
+        for index, grad in self.held.items():
+            if not self._mains.kept[index]:
+                continue
+            main = self._mains.tensors[index]
+            if type(grad) is torch.Tensor:
+                if grad.dtype is main.dtype:
+                    self._note(index, grad, main)
+            elif hasattr(grad, "stored") and hasattr(grad, "convert"):
+                lazy[index] = cast(LazyGradient, grad).stored()
+                self._note(index, lazy[index][0], main)
         self._tell_factors_apart(lazy)
 
     def _note(self, index: int, source: torch.Tensor, main: torch.Tensor) -> None:
@@ -225,6 +276,25 @@ class Merger:
         self.is_allowed = merges(plan.optimizer)
         self._tables: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
         self._known: dict[int, tuple[bytes, BucketRuns]] = {}
+        self.mains = Mains(plan)
+        self._groups: tuple[list[list[int]], np.ndarray[Any, np.dtype[np.int64]], int] | None = None
+
+    def groups(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:
+        """For each binding the index of its group of the optimizer, -1 without one.
+
+        Returns:
+            These, and how many parameters the optimizer has that are no binding's.
+        """
+        members = [list(map(id, group["params"])) for group in self.plan.optimizer.param_groups]
+        if self._groups is None or self._groups[0] != members:
+            of = {main: index for index, each in enumerate(members) for main in each}
+            mains = [id(binding.main) for binding in self.plan.bindings]
+            group = np.array([of.get(main, -1) for main in mains], dtype=np.int64)
+            unknown = len(of.keys() - set(mains))
+            if unknown:  # others may get the same numbers when these are gone
+                return group, unknown
+            self._groups = (members, group, unknown)
+        return self._groups[1:]
 
     def runs(
         self,
@@ -243,7 +313,7 @@ class Merger:
         table = self._table(index)
         binding, start, stop, offset = table
         group = gradients.group[binding]
-        active = np.array([b in gradients.held for b in binding.tolist()], dtype=bool)
+        active = gradients.is_there[binding]
         joined = np.zeros(len(binding), dtype=bool)
         apart = np.zeros(len(binding), dtype=bool)
         if scalar_classes is not None and self.is_allowed:
@@ -347,6 +417,7 @@ class Merger:
                     slice(members[0].bucket_slice.start, members[-1].bucket_slice.stop),
                     members[0].tensor,
                     is_gathered,
+                    [piece.binding for piece in members if not piece.shard_slice.start],
                 )
                 for members, is_gathered in zip(runs, gathered, strict=True)
             ],

@@ -26,7 +26,7 @@ class _Copies:
         picks: which of those are the parts, in the order of `models`.
     """
 
-    addresses: list[tuple[int, int]]
+    addresses: list[int]
     models: list[torch.Tensor]
     sizes: list[int]
     picks: list[int]
@@ -48,6 +48,7 @@ class ModelCopies:
         self._plan = plan
         self._pieces = pieces
         self._known: dict[int, _Copies] = {}
+        self._models: dict[int, list[torch.Tensor]] = {}
 
     def to_model(self, index: int, main: torch.Tensor) -> None:
         """Give the parameters of a bucket its mains, rounded to their dtype."""
@@ -79,10 +80,13 @@ class ModelCopies:
 
     def _of(self, index: int) -> _Copies:
         bindings = self._plan.bindings
+        models = self._models.get(index)
+        if models is None:
+            held = (bindings[piece.binding].model for piece in self._pieces[index])
+            models = self._models[index] = [model for model in held if model is not None]
         addresses = [
-            (0, 0) if model is None else (model.data_ptr(), model.untyped_storage()._cdata)
-            for piece in self._pieces[index]
-            for model in (bindings[piece.binding].model,)
+            *map(torch.Tensor.data_ptr, models),
+            *[model.untyped_storage()._cdata for model in models],
         ]
         known = self._known.get(index)
         # Frameworks may give a parameter other memory. What a view holds on to is nobody else's.
@@ -90,7 +94,7 @@ class ModelCopies:
             known = self._known[index] = self._make(index, addresses)
         return known
 
-    def _make(self, index: int, addresses: list[tuple[int, int]]) -> _Copies:
+    def _make(self, index: int, addresses: list[int]) -> _Copies:
         copies = _Copies(addresses, [], [], [])
         position = 0
         # The end of the last part: in the bucket, in memory, and that memory.

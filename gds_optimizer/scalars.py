@@ -5,7 +5,10 @@ It stays in `optimizer.state`, where schedulers and checkpoints look for it; the
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,72 @@ from gds_optimizer.evicted import EvictedState
 from gds_optimizer.plan import EnginePlan
 from gds_optimizer.stepper import copy_value
 
+_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(slots=True, eq=False)
+class _Marks:
+    """What tells whether scalars were touched: the objects themselves, and versions of tensors."""
+
+    states: list[Any]
+    names: list[str]
+    values: list[Any]
+    versions: list[int]
+
+    def are(self, other: _Marks) -> bool:
+        return (
+            _are_the_same(self.states, other.states)
+            and self.names == other.names
+            and _are_the_same(self.values, other.values)
+            and self.versions == other.versions
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Cohort:
+    """Bindings whose scalars one step has left alike: for each name one tensor, and its views.
+
+    Attributes:
+        members: indices of the bindings.
+        states: theirs, in the optimizer.
+        bases: by name, for each member an element along the first dimension.
+        views: by name, what is in the members' states.
+        addresses: of the views' memory, by name.
+    """
+
+    members: list[int]
+    states: list[EvictedState]
+    bases: dict[str, torch.Tensor]
+    views: dict[str, Sequence[torch.Tensor]]
+    addresses: dict[str, list[int]]
+
+    def set(self, members: list[int], values: dict[str, Any]) -> bool:
+        """Give all members new values, in place; False (and nothing done) where that may not be.
+
+        The states must hold what was left in them: the very tensors, over the very memory.
+        """
+        if members != self.members or values.keys() != self.bases.keys():
+            return False
+        held = self.states
+        if set(map(len, held)) != {len(values)}:
+            return False
+        for name, value in values.items():
+            base = self.bases[name]
+            if (
+                not isinstance(value, torch.Tensor)
+                or (value.dtype, value.device) != (base.dtype, base.device)
+                or value.shape != base.shape[1:]
+                or not all(map(dict.__contains__, held, repeat(name)))
+                or not _are_the_same(list(map(itemgetter(name), held)), self.views[name])
+                or list(map(torch.Tensor.data_ptr, self.views[name])) != self.addresses[name]
+            ):
+                return False
+        for name, value in values.items():
+            self.bases[name].copy_(value)
+        return True
+
 
 class Scalars:
     """Scalars of every binding of an engine, and whether it has state at all.
@@ -23,14 +92,24 @@ class Scalars:
     Args:
         plan: optimizer, bindings and schemas.
         streamed: indices of bindings that have elements in buckets.
+
+    Attributes:
+        is_streamed: for each binding, whether it is one of those.
     """
 
     def __init__(self, plan: EnginePlan, streamed: set[int]) -> None:
         self.plan = plan
         self.streamed = streamed
+        self.is_streamed = np.zeros(len(plan.bindings), dtype=bool)
+        self.is_streamed[list(streamed)] = True
         self.has_state = [False] * len(plan.bindings)
         # Classes of the next step, and the marks of the scalars that they hold for.
-        self._foreseen: tuple[np.ndarray[Any, np.dtype[np.int64]], list[Any]] | None = None
+        self._foreseen: tuple[Numbers, _Marks] | None = None
+        self._mains = [plan.bindings[index].main for index in sorted(streamed)]
+        self._keys: list[torch.Tensor] = []  # mains, in the order of the optimizer's state
+        self._checked: list[Any] = []  # states without planes
+        self._cohort_of: dict[int, _Cohort] = {}  # by member
+        self._left: list[Any] = []  # states, as the last commit has left them
         self._plane_names = {
             id(schema): tuple(plane.name for plane in schema.planes) for schema in plan.schemas
         }
@@ -46,6 +125,7 @@ class Scalars:
         To be called after others have replaced that state (`load_state_dict` does).
         """
         state = self.plan.optimizer.state
+        self._forget_cohorts()
         for index in self.streamed:
             held = state.get(self.plan.bindings[index].main)
             if held is not None:
@@ -59,6 +139,10 @@ class Scalars:
         Raises:
             UnsupportedError: names the tensor. They would not be stepped.
         """
+        states = self._states()
+        if _are_the_same(states, self._checked):
+            return
+        self._checked = []
         for index in self.streamed:
             held = self.plan.optimizer.state.get(self.plan.bindings[index].main)
             if held is None or isinstance(held, EvictedState):
@@ -70,6 +154,8 @@ class Scalars:
                         "itself (by its `load_state_dict`?), but its state is streamed: load it "
                         "through the framework, a snapshot, or gds_optimizer.checkpoint"
                     )
+        if all(isinstance(held, EvictedState) for held in states):
+            self._checked = states
 
     def start(self) -> None:
         """Every binding has state now; those whose counters nobody has set start at the start.
@@ -108,26 +194,52 @@ class Scalars:
         held = self.plan.optimizer.state.get(self.plan.bindings[index].main, {})
         return {key: copy_value(value) for key, value in held.items()}
 
-    def commit(self, scalars: dict[int, dict[str, Any]]) -> None:
-        """Take what a step has left, by binding; bindings stepped as one share a dictionary."""
-        sharing: dict[int, list[int]] = {}
-        for index, values in scalars.items():
-            self.has_state[index] = True
-            if index in self.streamed:
-                sharing.setdefault(id(values), []).append(index)
-        for members in sharing.values():
-            values = scalars[members[0]]
-            if not values:
-                for index in members:
-                    self._set(index, {})
+    def commit(self, scalars: Sequence[tuple[list[int], dict[str, Any]]]) -> None:
+        """Take what a step has left: bindings, each of them once, and the scalars they share.
+
+        As long as the same bindings share theirs and nobody has replaced one, the tensors stay the
+        same and get new values, as an optimizer with resident state does it.
+        """
+        if not _are_the_same(self._states(), self._left):
+            self._forget_cohorts()  # somebody has put other states in their place
+        for members, values in scalars:
+            if not members:
                 continue
-            copies = [_copies(value, len(members)) for value in values.values()]
-            for index, own in zip(members, zip(*copies, strict=True), strict=True):
-                self._set(index, dict(zip(values, own, strict=True)))
+            known = self._cohort_of.get(members[0])
+            if known is None or not known.set(members, values):
+                self._start_cohort(members, values)
+        self._left = self._states()
+
+    def _forget_cohorts(self) -> None:
+        self._cohort_of.clear()
+        self._left = []
+
+    def _start_cohort(self, members: list[int], values: dict[str, Any]) -> None:
+        """Give bindings states of their own with the same values."""
+        copies = {name: _copies(value, len(members)) for name, value in values.items()}
+        for at, index in enumerate(members):
+            self.has_state[index] = True
+            self._set(index, {name: own[at] for name, (_, own) in copies.items()})
+        for index in members:
+            for other in self._cohort_of[index].members if index in self._cohort_of else ():
+                del self._cohort_of[other]
+        bases = {name: base for name, (base, _) in copies.items() if base is not None}
+        if len(bases) == len(values):
+            views = {name: own for name, (_, own) in copies.items()}
+            state = self.plan.optimizer.state
+            cohort = _Cohort(
+                list(members),
+                [state[self.plan.bindings[index].main] for index in members],
+                bases,
+                views,
+                {name: [view.data_ptr() for view in own] for name, own in views.items()},
+            )
+            self._cohort_of.update(dict.fromkeys(members, cohort))
 
     def restore(self, shards: dict[str, tuple[bool, dict[str, Any]]]) -> None:
         """Replace everything: shard name -> whether it has state, and its scalars."""
         state = self.plan.optimizer.state
+        self._forget_cohorts()
         for index, binding in enumerate(self.plan.bindings):
             self.has_state[index], scalars = shards[binding.name]
             state.pop(binding.main, None)
@@ -144,16 +256,19 @@ class Scalars:
 
     # ------------------------------------------------------------------ around one run's step
 
-    def classes(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def classes(self) -> Numbers:
         """For each binding a number: pieces of those that share one may be stepped as one tensor.
 
         They have the same planes and, to the bit, the same scalars. As long as nobody has touched
         the scalars since the last step, that follows from what was equal before it (see
-        `foresee_classes`). Otherwise they are compared, with a wait for a device that keeps them.
+        `foresee_classes`); in host memory the values are looked at too, since `.data` leaves no
+        trace. Otherwise they are compared, with a wait for a device that keeps them.
         """
         if self._foreseen is not None:
             classes, marks = self._foreseen
-            if _are_same(marks, self._marks()):
+            if marks.are(self._marks()) and (
+                not _are_on_cpu(marks) or self._are_alike(classes, marks)
+            ):
                 return classes
         bindings, state = self.plan.bindings, self.plan.optimizer.state
         keys: list[Any] = [("alone", index) for index in range(len(bindings))]
@@ -185,10 +300,7 @@ class Scalars:
         return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
     def foresee_classes(
-        self,
-        classes: np.ndarray[Any, np.dtype[np.int64]] | None,
-        stepped: Container[int],
-        groups: Mapping[int, int],
+        self, classes: Numbers | None, stepped: np.ndarray[Any, np.dtype[np.bool_]], group: Numbers
     ) -> None:
         """Note what will be equal in the next step, once this one's scalars are committed.
 
@@ -197,38 +309,59 @@ class Scalars:
 
         Args:
             classes: of this step, from `classes`; None where nothing may be merged.
-            stepped: bindings that had a gradient.
-            groups: id(main) -> index of its group.
+            stepped: for each binding, whether it had a gradient.
+            group: for each binding, the index of its group; -1 without one.
         """
         self._foreseen = None
-        if classes is None:
+        if classes is None or not classes.size:
             return
-        marks = self._marks()
-        if _are_on_cpu(marks):
-            return
-        numbers: dict[Any, int] = {}
-        keys = (
-            (number, index in stepped, groups.get(id(binding.main)))
-            for index, (number, binding) in enumerate(
-                zip(classes.tolist(), self.plan.bindings, strict=True)
-            )
-        )
-        again = np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
-        self._foreseen = (again, marks)
+        keys = (classes * 2 + stepped) * (int(group.max()) + 2) + group + 1
+        again = np.unique(keys, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        self._foreseen = (again, self._marks())
 
-    def _marks(self) -> list[Any]:
-        """What tells whether scalars were touched: the objects, and versions of tensors."""
-        bindings, state = self.plan.bindings, self.plan.optimizer.state
-        marks: list[Any] = []
-        for index in self.streamed:
-            held = state.get(bindings[index].main) if self.has_state[index] else None
-            if held is None:
-                marks.append((index, None, 0))
-                continue
-            for name, value in held.items():
-                is_tensor = isinstance(value, torch.Tensor)
-                marks.append((name, value, value._version if is_tensor else 0))
-        return marks
+    def _are_alike(self, classes: Numbers, marks: _Marks) -> bool:
+        """Whether all scalars are those of cohorts, and members of a class have the same bits."""
+        cohorts = list({id(each): each for each in self._cohort_of.values()}.values())
+        if not cohorts or any(cohort.bases.keys() != cohorts[0].bases.keys() for cohort in cohorts):
+            return False
+        names = list(cohorts[0].bases)
+        ours = chain.from_iterable(chain.from_iterable(c.views.values()) for c in cohorts)
+        if set(map(id, ours)) != set(map(id, marks.values)):
+            return False
+        members = np.concatenate([np.array(cohort.members) for cohort in cohorts])
+        own = classes[members]
+        _, first, inverse = np.unique(own, return_index=True, return_inverse=True)
+        for name in names:
+            bases = [cohort.bases[name] for cohort in cohorts]
+            if len({(base.dtype, base.device, base.shape[1:]) for base in bases}) > 1:
+                return False
+            for cohort in cohorts:
+                if list(map(torch.Tensor.data_ptr, cohort.views[name])) != cohort.addresses[name]:
+                    return False
+            bits = torch.cat(bases).view(torch.uint8).cpu().numpy().reshape(len(members), -1)
+            if not np.array_equal(bits, bits[first[inverse.reshape(-1)]]):
+                return False
+        return True
+
+    def _marks(self) -> _Marks:
+        states = [each for each in self._states() if each is not None]
+        values = list(chain.from_iterable(map(dict.values, states)))
+        if set(map(type, values)) == {torch.Tensor}:
+            versions = list(map(_VERSION, values))
+        else:
+            versions = [v._version if isinstance(v, torch.Tensor) else 0 for v in values]
+        return _Marks(states, list(chain.from_iterable(states)), values, versions)
+
+    def _states(self) -> list[Any]:
+        """The optimizer's states of the streamed bindings, in any order; None for missing ones."""
+        state = self.plan.optimizer.state
+        # Where it has these and no others: looking up 20,000 tensors takes longer.
+        keys = list(state)
+        if not _are_the_same(keys, self._keys):
+            if set(map(id, keys)) != set(map(id, self._mains)):
+                return list(map(state.get, self._mains))
+            self._keys = keys
+        return list(state.values())
 
     def state_for(
         self, index: int, where: slice, planes: dict[str, torch.Tensor]
@@ -281,21 +414,23 @@ class Scalars:
         return kept
 
 
-def _are_on_cpu(marks: list[Any]) -> bool:
+def _are_on_cpu(marks: _Marks) -> bool:
     """Comparing scalars waits for nothing then, and sees what `.data` has changed too."""
-    return any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for _, v, _ in marks)
+    return any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in marks.values)
 
 
-def _are_same(first: list[Any], second: list[Any]) -> bool:
-    return len(first) == len(second) and all(
-        a[1] is b[1] and a[2] == b[2] and a[0] == b[0] for a, b in zip(first, second, strict=True)
-    )
+def _are_the_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
-def _copies(value: Any, count: int) -> Sequence[Any]:
-    """A value for each of several bindings; tensors of their own, that nobody else changes."""
-    if count == 1:
-        return (value,)
+def _copies(value: Any, count: int) -> tuple[torch.Tensor | None, Sequence[Any]]:
+    """A value for each of several bindings, and where tensors are a tensor over all of them.
+
+    They are tensors of their own, that nobody else changes.
+    """
     if isinstance(value, torch.Tensor):
-        return value.detach().expand(count, *value.shape).contiguous().unbind()
-    return [copy_value(value) for _ in range(count)]
+        base = (
+            value.detach().expand(count, *value.shape).clone(memory_format=torch.contiguous_format)
+        )
+        return base, base.unbind()
+    return None, [copy_value(value) for _ in range(count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from gds_optimizer.bucket_state import BucketState
@@ -61,22 +62,16 @@ class StepPass:
         self.merger = merger
         self.step = step
         self.rounding_step = rounding_step
-        self._groups = {
-            id(main): index
-            for index, group in enumerate(self.plan.optimizer.param_groups)
-            for main in group["params"]
-        }
-        bindings = self.plan.bindings
-        unknown = self._groups.keys() - {id(binding.main) for binding in bindings}
+        self._group, unknown = merger.groups()
         if unknown:
-            raise late_parameters(len(unknown))
+            raise late_parameters(unknown)
         scalars.check_planes_streamed()
-        self._gradients = Gradients(self.plan, self._groups)
+        self._gradients = Gradients(merger.mains, self._group)
         self._grads = self._gradients.held
         self._classes = scalars.classes() if merger.is_allowed else None
         self._runs: dict[int, BucketRuns] = {}
         self.active = active_buckets(buckets, self._grads)
-        self._new_scalars: dict[int, dict[str, Any]] = {}
+        self._new_scalars: list[tuple[list[int], dict[str, Any]]] = []
 
     def visit(self, index: int, slot: Slot, from_disk: bool) -> Ranges:
         """Step what is in a slot, give the model its new values and seal the bucket."""
@@ -179,7 +174,7 @@ class StepPass:
                     run.tensor.data = binding.main.detach()[first.shard_slice]
                 run.tensor.grad = self._gradients.of(run)
                 state = self.scalars.state_for(first.binding, run.bucket_slice, planes)
-                steps.append((self._groups[id(binding.main)], run.tensor, state))
+                steps.append((int(self._group[first.binding]), run.tensor, state))
                 places.append((run, planes))
         with self.pool.trace.visit_span("compute", held[0][0]):
             results = self.stepper.run(steps) if steps else []
@@ -188,8 +183,7 @@ class StepPass:
             first = run.pieces[0]
             kept = self.scalars.take_state(first.binding, run.bucket_slice, state, planes)
             if state:
-                for piece in run.pieces:
-                    self._new_scalars.setdefault(piece.binding, kept)
+                self._new_scalars.append((run.owners, kept))
         for (_, planes), active in zip(held, stepped, strict=True):
             if active.gaps is not None:
                 for values in planes.values():
@@ -208,38 +202,35 @@ class StepPass:
         self._step_rest()
         self.stepper.commit()
         self.scalars.commit(self._new_scalars)
-        self.scalars.foresee_classes(self._classes, self._grads, self._groups)
+        self.scalars.foresee_classes(self._classes, self._gradients.is_there, self._group)
 
     def _step_rest(self) -> None:
         """Parameters that keep no planes, and groups without a gradient.
 
         Some optimizers count a step for every group that has parameters, with gradients or not.
         """
-        streamed, groups, grads = self.scalars.streamed, self._groups, self._grads
-        visited = {
-            groups[id(binding.main)]
-            for index, binding in enumerate(self.plan.bindings)
-            if index in grads and index in streamed
-        }
+        bindings, grads, group = self.plan.bindings, self._grads, self._group
+        is_streamed = self.scalars.is_streamed
+        visited = set(group[self._gradients.is_there & is_streamed].tolist())
         rest = []
-        for index, binding in enumerate(self.plan.bindings):
-            group = groups.get(id(binding.main))
-            if group is None:
-                continue
-            if index not in streamed:
-                tensor = _in_place(binding.main)
-                tensor.grad = None if index not in grads else grads[index][:]
-                state = self.plan.optimizer.state.get(binding.main, {})
-                rest.append((index, (group, tensor, dict(state))))
-            elif group not in visited:
-                idle = torch.empty(0, dtype=binding.main.dtype, device=binding.main.device)
-                rest.append((index, (group, idle, {})))
-                visited.add(group)
+        for index in np.flatnonzero(~is_streamed & (group >= 0)).tolist():
+            binding = bindings[index]
+            tensor = _in_place(binding.main)
+            tensor.grad = None if index not in grads else grads[index][:]
+            state = self.plan.optimizer.state.get(binding.main, {})
+            rest.append((index, (int(group[index]), tensor, dict(state))))
+        numbers, first = np.unique(np.where(is_streamed, group, -1), return_index=True)
+        for number, index in zip(numbers.tolist(), first.tolist(), strict=True):
+            if number >= 0 and number not in visited:
+                main = bindings[index].main
+                idle = torch.empty(0, dtype=main.dtype, device=main.device)
+                rest.append((index, (number, idle, {})))
+        rest.sort(key=lambda each: each[0])
         if not rest:
             return
         results = self.stepper.run([piece for _, piece in rest])
         for (index, _), state in zip(rest, results, strict=True):
-            if index not in streamed and state:
+            if not is_streamed[index] and state:
                 self.plan.optimizer.state[self.plan.bindings[index].main] = state
 
 

@@ -1,4 +1,4 @@
-"""Does training survive moments in fewer bits? `python -m gds_optimizer.bench.precision --out DIR`.
+"""Does training survive state in fewer bits? `python -m gds_optimizer.bench.precision --out DIR`.
 
 A GPT is trained on the Python standard library's own source code, byte by byte, once for each
 variant of the state and each seed. A seed decides the first parameters and the order of the data,
@@ -7,15 +7,19 @@ codecs as in any other run, with all buckets kept on the device, so that no driv
 
 The verdict, laid down before any run: a variant *holds up* if its final validation loss, the mean
 over the seeds, is above that of fp32 by no more than fp32 itself spreads between its seeds
-(largest minus smallest).
+(largest minus smallest). A variant that only keeps main parameters as remainders loses nothing: its
+runs must equal those of the variant with fp32 mains bit for bit, which is checked; the command's
+exit status is 1 where they do not.
 
 Every run leaves a JSON file in DIR as it ends, and a run whose file is there is not repeated. The
-summary, a table and a plot (where matplotlib is there) are made of whatever runs are there.
+summary, tables (table.md), the codecs' errors and a plot (where matplotlib is there) are made of
+whatever runs are there, and DIR.tar holds all of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -35,8 +39,12 @@ from torch import nn
 from gds_optimizer.bench.precision_model import SIZES, Gpt, Size, batches, standard_library
 from gds_optimizer.bench.precision_report import (
     RECORD_EVERY,
+    TWINS,
     VARIANTS,
     codec_errors,
+    differing,
+    errors_to_text,
+    pack,
     plot,
     summarize,
     to_text,
@@ -163,6 +171,14 @@ class Training:
                     found.setdefault(name, []).append(entry[name])
         return {name: torch.cat(parts) for name, parts in found.items()}
 
+    def digest(self) -> str:
+        """SHA-256 of the bits of all parameters."""
+        found = hashlib.sha256()
+        for parameter, _ in self._pairs:
+            bits = parameter.detach().contiguous().view(-1).view(torch.uint8).cpu()
+            found.update(bits.numpy().tobytes())
+        return found.hexdigest()
+
     def close(self) -> None:
         """Give files and memory back."""
         if self._runtime is not None:
@@ -199,6 +215,7 @@ def run_one(
             "curve": [float(part.mean()) for part in losses.split(RECORD_EVERY)],
             "final_training_loss": float(losses[-_FINAL_STEPS:].mean()),
             "validation_loss": run.validation_loss(validation),
+            "parameters_sha256": run.digest(),
         }
         if variant == "fp32" and seed == 0:
             result["codec_errors"] = codec_errors(run.moments(), device)
@@ -230,7 +247,12 @@ def run_all(
             command += ["--device", arguments.device]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=left_s, check=False
+                command,
+                capture_output=True,
+                text=True,
+                timeout=left_s,
+                check=False,
+                env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},  # cuBLAS repeats itself
             )
         except subprocess.TimeoutExpired:
             report(f"{variant}, seed {seed}: not finished in time")
@@ -271,6 +293,8 @@ def _run(arguments: argparse.Namespace) -> int:
     size = SIZES[arguments.size]
     steps = arguments.steps or size.steps
     if arguments.one:
+        # Runs are compared bit for bit. A kernel that cannot repeat itself is said, not refused.
+        torch.use_deterministic_algorithms(True, warn_only=True)
         with tempfile.TemporaryDirectory(prefix="precision-", dir=arguments.out) as directory:
             result = run_one(
                 size,
@@ -291,13 +315,21 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     results = run_all(arguments, steps, lambda line: sys.stderr.write(line + "\n"))
     summary = summarize(results)
-    (arguments.out / "summary.json").write_text(json.dumps(summary, indent=1))
-    sys.stdout.write(to_text(summary) + "\n")
+    out: Path = arguments.out
+    text = to_text(summary)
+    errors = summary["codec_errors"]
+    (out / "summary.json").write_text(json.dumps(summary, indent=1))
+    (out / "codec_errors.json").write_text(json.dumps(errors, indent=1))
+    (out / "table.md").write_text(f"{text}\n\n{errors_to_text(errors)}\n")
+    sys.stdout.write(text + "\n")
     try:
-        plot(results, arguments.out / "curves.png")
+        plot(results, out / "curves.png")
     except ImportError:
         sys.stdout.write("No plot: matplotlib is missing (gds-optimizer[plot]).\n")
-    return 0
+    sys.stdout.write(f"All of it: {pack(out)}\n")
+    for variant in differing(summary):
+        sys.stderr.write(f"{variant} differs from {TWINS[variant]}, of which it loses nothing\n")
+    return 1 if differing(summary) else 0
 
 
 if __name__ == "__main__":

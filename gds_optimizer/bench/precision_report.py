@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gds_optimizer.codecs import Codec, get_codec, rounding_seed
+from gds_optimizer.errors import ConfigError
 from gds_optimizer.plan import INT8_CODECS
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -18,8 +21,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16-nearest": {"moment_dtype": "bf16", "moment_rounding": "nearest"},
     "int8": {"moment_dtype": "int8", "moment_rounding": "stochastic"},
     "int8-nearest": {"moment_dtype": "int8", "moment_rounding": "nearest"},
+    "remainder": {"main": "remainder"},
+    "bf16-remainder": {
+        "moment_dtype": "bf16",
+        "moment_rounding": "stochastic",
+        "main": "remainder",
+    },
+    "int8-remainder": {
+        "moment_dtype": "int8",
+        "moment_rounding": "stochastic",
+        "main": "remainder",
+    },
 }
 """Settings of `StreamConfig` by the name that files and tables give them."""
+
+TWINS = {"remainder": "fp32", "bf16-remainder": "bf16", "int8-remainder": "int8"}
+"""Variants that lose nothing against another one: their runs must equal its runs bit for bit."""
+
+_COMPARED = ("curve", "final_training_loss", "validation_loss", "parameters_sha256")
+_PACKED = (".json", ".md", ".png")
+_LARGEST_TAR_BYTES = 16 * 2**20
 
 RECORD_EVERY = 10
 """Steps that a point of a training curve is the mean of."""
@@ -96,6 +117,17 @@ def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:
             "differences_by_seed": differences,
             "holds_up": bool(len(losses) > 1 and mean <= spread),
         }
+        twin = TWINS.get(variant)
+        if twin is not None:
+            others = by_variant.get(twin, {})
+            both = sorted(runs.keys() & others.keys())
+            rows[variant]["twin"] = twin
+            rows[variant]["seeds_compared"] = both
+            rows[variant]["seeds_that_differ"] = [
+                seed
+                for seed in both
+                if any(runs[seed].get(key) != others[seed].get(key) for key in _COMPARED)
+            ]
     return {
         "fp32_spread": spread,
         "variants": rows,
@@ -111,7 +143,7 @@ def to_text(summary: dict[str, Any]) -> str:
     ]
     for variant, row in summary["variants"].items():
         by_seed = ", ".join(f"{each:+.4f}" for each in row["differences_by_seed"])
-        verdict = "holds up" if row["holds_up"] else "does not hold up"
+        verdict = _verdict(row)
         lines.append(
             f"| `{variant}` | {len(row['seeds'])} | {row['validation_loss']:.4f} | "
             f"{row['final_training_loss']:.4f} | {row['difference_from_fp32']:+.4f} | {by_seed} | "
@@ -119,6 +151,61 @@ def to_text(summary: dict[str, Any]) -> str:
         )
     lines.append(f"\nSpread of fp32 between its seeds: {summary['fp32_spread']:.4f}")
     return "\n".join(lines)
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    if row.get("seeds_compared"):
+        differ = row["seeds_that_differ"]
+        if not differ:
+            return f"the bits of `{row['twin']}`"
+        return f"NOT the bits of `{row['twin']}`: seeds {', '.join(map(str, differ))}"
+    return "holds up" if row["holds_up"] else "does not hold up"
+
+
+def differing(summary: dict[str, Any]) -> list[str]:
+    """Variants that ought to equal their twin and do not, in any seed."""
+    rows = summary["variants"].items()
+    return [variant for variant, row in rows if row.get("seeds_that_differ")]
+
+
+def errors_to_text(errors: list[dict[str, Any]]) -> str:
+    """The codecs' errors as a table for people, in Markdown."""
+    lines = [
+        "| moment | codec | round trips | median | 99 % below | largest | mean, signed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{each['moment']}` | `{each['codec']}` | {each['round_trips']} | "
+        f"{each['median']:.2e} | {each['p99']:.2e} | {each['largest']:.2e} | "
+        f"{each['mean_signed']:+.2e} |"
+        for each in errors
+    ]
+    return "\n".join(lines)
+
+
+def pack(directory: Path) -> Path:
+    """One uncompressed tar beside a directory of results, with everything in it.
+
+    Returns:
+        Its path: the directory's name with ".tar".
+
+    Raises:
+        ConfigError: it would not be small, so the directory holds something else.
+    """
+    files = [path for path in sorted(directory.iterdir()) if path.suffix in _PACKED]
+    nbytes = sum(path.stat().st_size for path in files)
+    if nbytes > _LARGEST_TAR_BYTES - 2**20:
+        raise ConfigError(
+            f"--out is {directory}, which holds {nbytes} bytes of results, wanted less than "
+            f"{_LARGEST_TAR_BYTES - 2**20}: name a new directory"
+        )
+    packed = directory.with_name(directory.name + ".tar")
+    partial = packed.with_name(packed.name + ".partial")
+    with tarfile.open(partial, "w") as tar:
+        for path in files:
+            tar.add(path, arcname=f"{directory.name}/{path.name}", recursive=False)
+    os.replace(partial, packed)
+    return packed
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:

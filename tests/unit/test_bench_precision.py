@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,16 @@ import torch
 
 from gds_optimizer.bench.precision import Training
 from gds_optimizer.bench.precision_model import SIZES, batches, standard_library
-from gds_optimizer.bench.precision_report import VARIANTS, codec_errors, summarize, to_text
+from gds_optimizer.bench.precision_report import (
+    TWINS,
+    VARIANTS,
+    codec_errors,
+    differing,
+    pack,
+    summarize,
+    to_text,
+)
+from gds_optimizer.errors import ConfigError
 
 SIZE = SIZES["tiny"]
 STEPS = 6
@@ -46,6 +56,8 @@ def test_a_run_repeats_and_differs_where_it_should(tmp_path, text, variant):
     assert first == losses(tmp_path, variant, text)
     exact = not VARIANTS[variant].get("moment_dtype")
     assert (first == losses(tmp_path, "fp32", text)) == exact
+    if variant in TWINS:
+        assert first == losses(tmp_path, TWINS[variant], text)
 
 
 def test_text_is_split(text):
@@ -95,11 +107,39 @@ def test_verdicts():
     assert not summarize(results[:1] + results[3:4])["variants"]["bf16"]["holds_up"]
 
 
+@pytest.mark.parametrize("key", ["curve", "validation_loss", "parameters_sha256"])
+def test_a_variant_that_loses_something_after_all_is_named(key):
+    results = [{**result("bf16", seed, 1.0), "parameters_sha256": "a"} for seed in (0, 1)]
+    results += [{**each, "variant": "bf16-remainder"} for each in results]
+    summary = summarize(results)
+    assert differing(summary) == []
+    assert "the bits of `bf16`" in to_text(summary)
+    results[3] = {**results[3], key: [2.0] if key == "curve" else 2.0}
+    summary = summarize(results)
+    assert differing(summary) == ["bf16-remainder"]
+    assert "NOT the bits of `bf16`: seeds 1" in to_text(summary)
+    assert differing(summarize(results[2:])) == []  # nothing to compare with
+
+
+def test_what_is_packed_is_small(tmp_path):
+    out = tmp_path / "results"
+    out.mkdir()
+    (out / "summary.json").write_text("{}")
+    (out / "weights.pt").write_bytes(bytes(100))
+    with tarfile.open(pack(out)) as tar:
+        assert tar.getnames() == ["results/summary.json"]
+    with open(out / "large.json", "wb") as file:
+        file.truncate(16 * 2**20)
+    with pytest.raises(ConfigError, match="name a new directory"):
+        pack(out)
+
+
 @pytest.mark.slow
 def test_the_command(tmp_path):
-    command = [sys.executable, "-m", "gds_optimizer.bench.precision", "--out", str(tmp_path)]
+    out = tmp_path / "results"
+    command = [sys.executable, "-m", "gds_optimizer.bench.precision", "--out", str(out)]
     command += ["--size", "tiny", "--steps", "4", "--seeds", "1", "--device", "cpu"]
-    command += ["--variants", "fp32", "int8"]
+    command += ["--variants", "fp32", "int8", "remainder"]
 
     def run() -> str:
         return subprocess.run(
@@ -109,10 +149,19 @@ def test_the_command(tmp_path):
     table = run()
     assert "`fp32`" in table
     assert "`int8`" in table
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text())
     assert summary["codec_errors"]
-    names = {"fp32-0.json", "int8-0.json", "summary.json"}
-    assert {path.name for path in tmp_path.iterdir()} - {"curves.png"} == names
-    times = (tmp_path / "fp32-0.json").stat().st_mtime_ns
+    assert summary["variants"]["remainder"]["seeds_compared"] == [0]
+    assert "the bits of `fp32`" in table
+    names = {f"{variant}-0.json" for variant in ("fp32", "int8", "remainder")}
+    names |= {"summary.json", "codec_errors.json", "table.md"}
+    files = {path.name for path in out.iterdir()}
+    assert files - {"curves.png"} == names
+    errors = json.loads((out / "codec_errors.json").read_text())
+    assert {each["round_trips"] for each in errors} == {1, 1000}
+    with tarfile.open(tmp_path / "results.tar") as tar:
+        assert set(tar.getnames()) == {f"results/{name}" for name in files}
+    assert (tmp_path / "results.tar").stat().st_size < 2**20
+    times = (out / "fp32-0.json").stat().st_mtime_ns
     assert run() == table
-    assert (tmp_path / "fp32-0.json").stat().st_mtime_ns == times
+    assert (out / "fp32-0.json").stat().st_mtime_ns == times

@@ -14,8 +14,7 @@ import torch
 from gds_optimizer.engine import Engine
 from gds_optimizer.megatron.fused_adam import FusedAdamStandIn
 from gds_optimizer.megatron.half_grads import HalfGrad
-from gds_optimizer.merging import merges
-from gds_optimizer.scalars import _are_same
+from gds_optimizer.merging import Gradients, merges
 from gds_optimizer.stepper import Stepper
 from tests.support.engines import (
     ResidentOptimizer,
@@ -256,10 +255,107 @@ def test_what_is_foreseen_of_counters_is_what_comparing_finds(trio, monkeypatch)
         assert compared is not foreseen
         first = [[each.tolist().index(n) for n in each.tolist()] for each in (foreseen, compared)]
         assert first[0] == first[1]
-        assert _are_same(marks, scalars._marks())
+        assert marks.are(scalars._marks())
     held = both.streamed[0].optimizer.state[both.streamed[0].mains[3]]
     held["step"].add_(0)  # touched, though not changed
-    assert not _are_same(marks, scalars._marks())
+    assert not marks.are(scalars._marks())
+
+
+def test_counters_updated_in_place_are_those_made_anew(tmp_path, monkeypatch):
+    """Whatever is frozen, set, replaced or loaded between two steps."""
+
+    def replace(each: StreamedOptimizer) -> None:
+        each.optimizer.state[each.mains[4]]["step"] = torch.tensor(50.0)
+
+    def fill(each: StreamedOptimizer) -> None:
+        each.optimizer.state[each.mains[0]]["step"].fill_(7.0)
+
+    def other_memory(each: StreamedOptimizer) -> None:
+        each.optimizer.state[each.mains[3]]["step"].data = torch.tensor(9.0)
+
+    def other_state(each: StreamedOptimizer) -> None:
+        state = each.optimizer.state
+        state[each.mains[5]] = type(state[each.mains[5]])({"step": torch.tensor(3.0)}, "p5", ())
+
+    def load(each: StreamedOptimizer) -> None:
+        each.engine.adopt_scalars()
+
+    def no_change(each: StreamedOptimizer) -> None:
+        pass
+
+    actions = [no_change, no_change, replace, no_change, fill, other_memory, other_state, load]
+    frozen = {1: (2, 6), 3: (0,), 4: (0, 1)}
+
+    def counters(each: StreamedOptimizer) -> list[float]:
+        return [float(each.optimizer.state[main]["step"]) for main in each.mains]
+
+    def play(name: str) -> tuple[list[list[float]], Any]:
+        (tmp_path / name).mkdir()
+        with streamed(tmp_path / name, adamw, EVEN) as each:
+            found = []
+            for step, action in enumerate([*actions, no_change, no_change]):
+                grads = gradients(EVEN, step)
+                for index in frozen.get(step, ()):
+                    grads[index] = None
+                each.step(grads)
+                if step >= 2:
+                    found.append(counters(each))
+                if step not in (0, 1):
+                    action(each)
+                assert each.engine._scalars.classes() is not None
+            kept = [each.optimizer.state[main]["step"] for main in each.mains]
+            each.step(gradients(EVEN, 99))
+            now = [each.optimizer.state[main]["step"] for main in each.mains]
+            in_place.append(all(a is b for a, b in zip(kept, now, strict=True)))
+            return found, each.engine.read_state()
+
+    in_place: list[bool] = []
+    fast, fast_state = play("fast")
+    with monkeypatch.context() as patch:
+        patch.setattr("gds_optimizer.scalars._Cohort.set", lambda *_: False)
+        slow, slow_state = play("slow")
+    assert in_place == [True, False]
+    assert fast == slow
+    for name, entry in slow_state.items():
+        for key, value in entry.items():
+            assert same_bits(value, fast_state[name][key]), f"{key} of {name} differs"
+
+
+@pytest.mark.parametrize("kind", ["alike", "strided", "one missing", "other dtype"])
+def test_gradients_noted_at_once_are_those_noted_one_by_one(tmp_path, monkeypatch, kind):
+    with streamed(tmp_path, adamw, EVEN) as each:
+        merger = each.engine._merger
+        buffer = Buffer(EVEN, torch.float32, 0.0)
+        for main, view in zip(each.mains, buffer.views, strict=True):
+            main.grad = view
+        if kind == "strided":
+            each.mains[2].grad = torch.zeros(2 * EVEN[2])[::2]
+        elif kind == "one missing":
+            each.mains[2].grad = None
+        elif kind == "other dtype":
+            each.mains[2]._lazy_grad = torch.zeros(EVEN[2], dtype=torch.bfloat16)
+        group, _ = merger.groups()
+        fast = Gradients(merger.mains, group)
+        assert fast._note_alike() is (kind in ("alike", "one missing"))
+        monkeypatch.setattr(Gradients, "_note_alike", lambda self: False)
+        slow = Gradients(merger.mains, group)
+        for name in ("group", "is_there", "address", "itemsize", "kind"):
+            assert getattr(fast, name).tolist() == getattr(slow, name).tolist(), name
+        assert fast._sources == slow._sources
+        assert list(fast.held) == list(slow.held)
+
+
+def test_groups_are_looked_up_again_when_they_change(tmp_path):
+    with streamed(tmp_path, adamw, EVEN) as each:
+        merger, groups = each.engine._merger, each.optimizer.param_groups
+        first, _ = merger.groups()
+        assert merger.groups()[0] is first
+        moved = groups[0]["params"].pop(2)
+        assert merger.groups()[0].tolist() == [-1 if i == 2 else 0 for i in range(len(EVEN))]
+        groups.append({**groups[0], "params": [moved]})
+        assert merger.groups()[0].tolist() == [1 if i == 2 else 0 for i in range(len(EVEN))]
+        groups[1]["params"].append(torch.zeros(3))
+        assert merger.groups()[1] == merger.groups()[1] == 1
 
 
 def test_a_counter_that_is_set_behind_autograds_back(trio):
