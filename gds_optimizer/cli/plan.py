@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gds_optimizer.cli.arguments import add_layout_options, count
+from gds_optimizer.cli.arguments import add_layout_options, count, given
 
 if TYPE_CHECKING:
     SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -44,6 +44,12 @@ def register(subparsers: SubParsers) -> None:
     parser.add_argument("--optimizer", default="adamw", help="adamw, or sgd with momentum")
     add_layout_options(parser)
     parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="where the optimizer steps: the CPU has other slots and buckets by default",
+    )
+    parser.add_argument(
         "--dir",
         dest="directories",
         nargs="+",
@@ -66,22 +72,19 @@ def run(arguments: argparse.Namespace) -> int:
     from gds_optimizer.config import StreamConfig
     from gds_optimizer.planning import Rates, plan_streaming
 
-    settings: dict[str, Any] = {name: getattr(arguments, name) for name in _SETTINGS}
+    settings: dict[str, Any] = given(arguments, *_SETTINGS)
     # Settings are checked as those of a run, which has directories.
     config = StreamConfig(directories=tuple(map(Path, arguments.directories or ["/"])), **settings)
+    config = config.for_device(arguments.device)
     rates = Rates.from_bench(arguments.bench) if arguments.bench else Rates()
-    given = {
-        name: getattr(arguments, name)
-        for name in ("read_gbps", "write_gbps", "mixed_gbps")
-        if getattr(arguments, name) is not None
-    }
+    named = given(arguments, "read_gbps", "write_gbps", "mixed_gbps")
     plan = plan_streaming(
         arguments.numel,
         config,
         ranks=arguments.ranks,
         local_ranks=arguments.local_ranks,
         optimizer=arguments.optimizer,
-        rates=replace(rates, **given),
+        rates=replace(rates, **named),
         look_for_room=bool(arguments.directories),
     )
     print(json.dumps(plan.to_dict(), indent=1) if arguments.json else plan.to_text())
