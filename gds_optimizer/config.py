@@ -7,7 +7,7 @@ import math
 import re
 import stat
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ AUTO_BUDGET = "auto"
 MAIN_CHOICES = ("auto", "fp32", "remainder")
 TUNE_CHOICES = ("auto", "never")
 _MAX_TIMEOUT_S = 86_400
+_CPU_SLOTS, _CPU_BUCKET_BYTES = 6, 96 * 2**20
 
 
 class Default(int):
@@ -84,7 +85,8 @@ class StreamConfig:
             sees it, in fp32 whatever `moment_dtype` is: the unit of I/O and of device memory. The
             default holds 16 Mi elements of 12 bytes.
         slots: buckets that may be in memory at once; at least 1, and 3 to overlap reading,
-            computing and writing.
+            computing and writing. Where neither this nor `bucket_size` is given, an optimizer that
+            steps on the CPU gets the same bytes in 6 slots of 96 MiB.
         init: when the first main parameters are written: `eager` at construction, `lazy` in the
             first step, `auto` eagerly, except that `from_args` makes it lazy where the framework's
             arguments name weights to load.
@@ -249,6 +251,17 @@ class StreamConfig:
     def is_given(self, name: str) -> bool:
         """Whether somebody chose this number, be it the default one."""
         return not isinstance(getattr(self, name), Default)
+
+    def for_device(self, device_type: str) -> StreamConfig:
+        """These settings with the slots and buckets of a kind of device, unless some were given.
+
+        The control loop starts transfers between visits. A visit is over at once on a GPU, but
+        takes about as long as a transfer on the CPU, where the two transfers that three slots leave
+        have ended long before: more and smaller buckets keep the drive busy meanwhile.
+        """
+        if device_type != "cpu" or self.is_given("slots") or self.is_given("bucket_size"):
+            return self
+        return replace(self, slots=Default(_CPU_SLOTS), bucket_size=Default(_CPU_BUCKET_BYTES))
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> StreamConfig | None:

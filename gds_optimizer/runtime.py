@@ -93,6 +93,7 @@ class Runtime:
         Raises:
             GdsOptimizerError: what failed; no file, descriptor, thread or buffer stays behind.
         """
+        config = config.for_device(device.type)
         plans = _plans(parts, config)
         state_bytes = sum(plan.layout.total_bytes for plan in plans)
         report = decide_io_path(config, device, try_all=is_wanted(config, state_bytes))

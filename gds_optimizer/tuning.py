@@ -445,6 +445,8 @@ def choose_shape(tuning: Tuning, config: StreamConfig) -> tuple[int, int]:
     if len(tuning.own) < MANY_DRIVES or not is_free or config.moment_dtype != "fp32":
         return usual
     slots = len(tuning.own) + 2
+    if slots <= config.slots:
+        return usual
     bucket_bytes = config.slots * config.bucket_size // slots // MiB * MiB
     return (slots, bucket_bytes) if bucket_bytes >= least_bucket_bytes(tuning) else usual
 

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gds_optimizer.cli.arguments import add_layout_options
+from gds_optimizer.cli.arguments import add_layout_options, given
 from gds_optimizer.cli.probe import IO_CHOICES
 from gds_optimizer.command import count
 
@@ -101,14 +101,13 @@ def run(arguments: argparse.Namespace) -> int:
     config = StreamConfig(
         directories=tuple(arguments.directories),
         io=paths[0],
-        bucket_size=arguments.bucket_size,
-        slots=arguments.slots,
         moment_dtype=moments[0],
         moment_rounding=arguments.moment_rounding,
         hbm_budget=arguments.hbm_budget,
         host_budget=arguments.host_budget,
         main=mains[0],
         allow_tmpfs=arguments.allow_tmpfs,
+        **given(arguments, "bucket_size", "slots"),
     )
     numel = arguments.numel
     options: dict[str, Any] = {"sustained_bytes": parse_size(arguments.sustained)}

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gds_optimizer.cli.arguments import add_layout_options
+from gds_optimizer.cli.arguments import add_layout_options, given
 from gds_optimizer.command import count
 
 if TYPE_CHECKING:
@@ -65,6 +65,12 @@ def register(subparsers: SubParsers) -> None:
         "--host-memory", help="available on a machine, e.g. 1TiB (default: what this one has)"
     )
     parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="where the optimizer steps: the CPU has other slots and buckets by default",
+    )
+    parser.add_argument(
         "--dir",
         dest="directories",
         nargs="+",
@@ -100,27 +106,24 @@ def run(arguments: argparse.Namespace) -> int:
     from gds_optimizer.planning import plan_streaming
     from gds_optimizer.rates import Rates, measure_rates
 
-    settings: dict[str, Any] = {name: getattr(arguments, name) for name in _SETTINGS}
+    settings: dict[str, Any] = given(arguments, *_SETTINGS)
     # Settings are checked as those of a run, which has directories.
     config = StreamConfig(directories=tuple(map(Path, arguments.directories or ["/"])), **settings)
+    config = config.for_device(arguments.device)
     if arguments.measure and not arguments.directories:
         raise ConfigError("--measure needs --dir: name a directory on each drive")
     rates = Rates.from_bench(arguments.bench) if arguments.bench else Rates()
     if arguments.measure:
         measured = measure_rates(config, device_named(None))
         rates = replace(rates, mixed_gbps=measured.mixed_gbps, copy_gbps=measured.copy_gbps)
-    given = {
-        name: getattr(arguments, name)
-        for name in ("read_gbps", "write_gbps", "mixed_gbps", "copy_gbps")
-        if getattr(arguments, name) is not None
-    }
+    named = given(arguments, "read_gbps", "write_gbps", "mixed_gbps", "copy_gbps")
     plan = plan_streaming(
         arguments.numel,
         config,
         ranks=arguments.ranks,
         local_ranks=arguments.local_ranks,
         optimizer=arguments.optimizer,
-        rates=replace(rates, **given),
+        rates=replace(rates, **named),
         look_for_room=bool(arguments.directories),
         host_memory_bytes=arguments.host_memory and parse_size(arguments.host_memory),
     )

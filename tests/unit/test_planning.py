@@ -316,3 +316,19 @@ def test_files_that_are_no_benchmark(tmp_path, capsys, content):
 )
 def test_settings_that_cannot_work(arguments):
     assert run("--numel", 8, *arguments) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "slots", "size"),
+    [
+        ([], 3, 192 * 2**20),
+        (["--device", "cpu"], 6, 96 * 2**20),
+        (["--device", "cpu", "--slots", "3"], 3, 192 * 2**20),
+        (["--device", "cpu", "--bucket-size", "48MiB"], 3, 48 * 2**20),
+    ],
+)
+def test_slots_and_buckets_are_those_of_a_run(capsys, options, slots, size):
+    assert cli_main.main(["plan", "--numel", "1e9", "--json", *options]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["slots"] == slots
+    assert data["slot_bytes"] == size + 4096  # with its footer

@@ -609,6 +609,21 @@ def test_many_drives_get_more_slots_for_the_same_memory(tmp_path):
     assert shape(4, bucket_size=192 * MIB) == usual
     assert shape(4, moment_dtype="int8") == usual
     assert choose_shape(Tuning(IoPath.HOST, A_POINT), config) == usual
+    on_cpu = config.for_device("cpu")
+    assert choose_shape(drives_of(tmp_path, 3, 8e9), on_cpu) == (6, 96 * MIB)
+    assert choose_shape(drives_of(tmp_path, 6, 4e9), on_cpu) == (8, 72 * MIB)
+
+
+def test_the_cpu_has_slots_and_buckets_of_its_own(tmp_path):
+    config = StreamConfig(directories=(tmp_path,))
+    assert config.for_device("cuda") is config
+    found = config.for_device("cpu")
+    assert (found.slots, found.bucket_size) == (6, 96 * MIB)
+    assert found.slots * found.bucket_size == config.slots * config.bucket_size
+    assert not found.is_given("slots")
+    for given in ({"slots": 3}, {"bucket_size": "192MiB"}):
+        kept = StreamConfig(directories=(tmp_path,), **given)
+        assert kept.for_device("cpu") is kept
 
 
 # ---------------------------------------------------------------------- setting up
@@ -687,13 +702,22 @@ def test_a_faster_path_is_what_the_runtime_takes(tmp_path, monkeypatch):
         assert "posix 2.00 GB/s, host 3.00 GB/s" in made.tuning.describe()
 
 
-@pytest.mark.parametrize("given", [{}, {"slots": 3}], ids=["chosen", "given"])
-def test_a_runtime_over_many_drives(tmp_path, monkeypatch, given):
-    """It cuts the state anew, and the bits are the same."""
-    drives = drives_of(tmp_path, 4, 8e9)
+@pytest.mark.parametrize(
+    ("drives", "given", "slots", "size"),
+    [
+        (1, {}, 6, 96 * MIB),  # on the CPU
+        (6, {}, 8, 72 * MIB),
+        (6, {"slots": 3}, 3, 192 * MIB),
+        (1, {"bucket_size": 128 * MIB}, 3, 128 * MIB),
+    ],
+    ids=["cpu", "drives", "slots given", "size given"],
+)
+def test_slots_and_buckets_of_a_runtime(tmp_path, monkeypatch, drives, given, slots, size):
+    """State is cut as chosen, and the bits are the same."""
+    timed = drives_of(tmp_path, drives, 4e9)
     monkeypatch.setattr(tuning, "MIN_STATE_BYTES", 1)
-    monkeypatch.setattr(tuning, "time_paths", lambda *args, **options: drives.timings)
-    numel = 18_000_000  # two buckets of 16 Mi elements, three of 8 Mi
+    monkeypatch.setattr(tuning, "time_paths", lambda *args, **options: timed.timings)
+    numel = 18_000_000
     model = first_values([numel])[0]
     resident_main = model.float()
     resident = adamw([resident_main])
@@ -704,10 +728,8 @@ def test_a_runtime_over_many_drives(tmp_path, monkeypatch, given):
     config = StreamConfig(directories=(tmp_path,), **given)
     made = Runtime.build([part], config, device=CPU, rank=0, eager=True)
     try:
-        buckets, size = (2, 192 * MIB) if given else (3, 96 * MIB)
-        assert len(made.engines[0].layout.buckets) == buckets
-        assert made.config.bucket_size == size
-        assert made.config.slots == (3 if given else 6)
+        assert len(made.engines[0].layout.buckets) == -(-numel * 12 // size)
+        assert (made.config.slots, made.config.bucket_size) == (slots, size)
         assert made.pool.slot_bytes == pytest.approx(size, abs=MIB)
         undo = install_step(optimizer, made.engines[0].step)
         for step in range(2):
