@@ -40,8 +40,9 @@ from gds_optimizer.written_out import read_back, write_out
 
 # Enough to keep a drive busy with page faults, and to compute checksums as fast as it reads.
 _THREADS = 4
-# Elements that are decoded and written at a time, by each of the threads: 16 MiB.
-_PART_NUMEL = 2**22
+# Elements that are decoded and written at a time, by each of the threads: 1 MiB, and as much again
+# several times over for what decoding needs.
+_PART_NUMEL = 2**18
 
 Scratch = dict[tuple[int, int], ScratchMapping]
 """Room for decoded values, by space and number of the plane."""

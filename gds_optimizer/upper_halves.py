@@ -22,8 +22,10 @@ from gds_optimizer.room import free_bytes
 from gds_optimizer.slots import SlotPool
 from gds_optimizer.store import Store
 
-# Elements that are handled at a time in host memory: 8 MiB of halves.
+# Elements that are handled at a time: 8 MiB of halves, and a launch of few kernels for many.
 _PART_NUMEL = 2**22
+# The same in host memory, where several threads do it at once.
+_HOST_PART_NUMEL = 2**19
 _NAMED_SHARDS = 3
 
 
@@ -109,9 +111,10 @@ class UpperHalves:
         """
         kept: ScratchMapping | None = None
         numel, total = main.numel(), 0
-        room = torch.empty(min(_PART_NUMEL, numel), dtype=torch.bfloat16, device=main.device)
-        for start in range(0, numel, _PART_NUMEL):
-            halves = main[start : start + _PART_NUMEL].to(torch.bfloat16)
+        part = _HOST_PART_NUMEL if main.device.type == "cpu" else _PART_NUMEL
+        room = torch.empty(min(part, numel), dtype=torch.bfloat16, device=main.device)
+        for start in range(0, numel, part):
+            halves = main[start : start + part].to(torch.bfloat16)
             held = room[: halves.numel()]
             self._gather_from_model(index, held, start)
             total += int(partial_checksum(held.view(torch.uint8), 2 * start))
@@ -128,9 +131,10 @@ class UpperHalves:
         directory = max(self._store.directories, key=free_bytes)
         numel = align_up(main.numel(), PAGE_BYTES // 2)  # direct I/O wants whole pages
         kept = ScratchMapping(numel, torch.bfloat16, directory)
-        buffer = allocate_host_buffer(2 * min(_PART_NUMEL, numel)).view(torch.bfloat16)
-        for start in range(0, main.numel(), _PART_NUMEL):
-            values = main[start : start + _PART_NUMEL]
+        part = _HOST_PART_NUMEL if main.device.type == "cpu" else _PART_NUMEL
+        buffer = allocate_host_buffer(2 * min(part, numel)).view(torch.bfloat16)
+        for start in range(0, main.numel(), part):
+            values = main[start : start + part]
             buffer[: values.numel()].copy_(values)
             whole = buffer[: align_up(values.numel(), PAGE_BYTES // 2)]
             kept.write(start, whole.view(torch.int16))

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import torch
 
-# Elements that plain torch operations handle at a time: an int32 temporary of them is 1 MiB, and
+# Elements that plain torch operations handle at a time: an int32 temporary of them is 512 KiB, and
 # no codec holds more than eight at once.
-CHUNK_NUMEL = 2**18
+CHUNK_NUMEL = 2**17
 
 
 class Codec(ABC):

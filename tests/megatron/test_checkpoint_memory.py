@@ -43,6 +43,12 @@ CONFIG = TinyGptConfig(
 )
 LIMIT_BYTES = 64 * MIB
 FORMATS = (MODEL_SHAPED, BUCKET_SHAPED)
+# What is decoded for a checkpoint, and encoded of one, is all of it in the second: 4.2 bytes a
+# parameter, which are handed out as 12.
+FORMS: dict[str, dict[str, str]] = {
+    "fp32": {},
+    "int8-remainder": {"moment_dtype": "int8", "main": "remainder"},
+}
 
 
 # ---------------------------------------------------------------------- on the rank
@@ -111,6 +117,8 @@ def note_cached_pages(context: Context) -> None:
 
 
 def note_size(context: Context) -> None:
+    layouts = [part.engine.layout for part in distributed_optimizers(context.optimizer)]
+    context.result.notes["numel"] = sum(layout.numel for layout in layouts)
     context.result.notes["state"] = sum(path.stat().st_size for path in _bucket_files(context))
 
 
@@ -161,11 +169,12 @@ class WatchedLoad:
         shutil.rmtree(path)
 
 
-def measure(directory: str) -> dict[str, Any]:
+def measure(directory: str, form: str) -> dict[str, Any]:
     checkpoints = [Checkpoint(name=kind, format=kind) for kind in FORMATS]
     run = Run(
         config=CONFIG,
         streaming=Streaming(bucket_size=BUCKET_BYTES, slots=2, init="lazy"),
+        stream_options=FORMS[form],
         actions={
             1: (note_size, save_something_small, *map(WatchedSave, checkpoints)),
             2: (note_cached_pages, *map(WatchedLoad, checkpoints)),
@@ -181,16 +190,18 @@ def measure(directory: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- tests
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+@pytest.fixture(scope="module", params=FORMS)
+def measured(request, tmp_path_factory):
     directory = str(tmp_path_factory.mktemp("memory"))
     # Not a fork: what one shares with its parent is only partly counted.
-    (notes,) = run_ranks(1, measure, directory, timeout_s=600)
-    return notes
+    (notes,) = run_ranks(1, measure, directory, request.param, timeout_s=600)
+    return {**notes, "form": request.param}
 
 
 def test_the_state_is_large(measured):
-    assert measured["state"] > 2**30
+    assert 12 * measured["numel"] > 2**30
+    per_param = 12 if measured["form"] == "fp32" else 4.15
+    assert per_param <= measured["state"] / measured["numel"] < 1.01 * per_param
 
 
 @pytest.mark.parametrize(
