@@ -132,7 +132,7 @@ class ShardedRun:
 def _device_allocations(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.memory_stats(device).get("num_device_alloc", 0))
+    return int(torch.cuda.memory_stats(device)["segment.all.allocated"])
 
 
 def shard_sizes(numel: int, shards: int, gap: int) -> tuple[list[int], list[int]]:
