@@ -155,7 +155,7 @@ def measure(task: Task) -> dict[str, Any]:
     # Megatron's gradients of evicted mains are fp32, and so is what a main's `.grad` takes.
     is_ours = recipe.name.startswith("gds-optimizer")
     grads = [(grad.float() if is_ours else grad)[:size] for size in sizes]
-    expected = _Expected(params, grads)
+    expected = _Expected(params, grads, recipe.empty_steps)
     capped = task.cap_bytes if group is not None else None
     if capped is not None and group is not None:
         group.limit(capped)
@@ -182,7 +182,7 @@ def measure(task: Task) -> dict[str, Any]:
     _sync(Path(task.directory))
     flush_s = time.perf_counter() - began
     cached_files_bytes = resident_bytes(Path(task.directory))
-    expected.check(built.values(), task.steps + 1, exactly=recipe.is_adamw)
+    expected.check(built.values(), task.steps + 1, is_adamw=recipe.is_adamw, slack=recipe.slack)
     built.close()
     return {
         "note": built.note,
@@ -203,7 +203,7 @@ def measure(task: Task) -> dict[str, Any]:
 class _Expected:
     """What AdamW makes of the first elements of each parameter."""
 
-    def __init__(self, params: list[Any], grads: list[Any]) -> None:
+    def __init__(self, params: list[Any], grads: list[Any], empty_steps: int = 0) -> None:
         import torch
 
         from gds_optimizer.bench.peer_recipes import HYPER_PARAMETERS, SAMPLE_NUMEL
@@ -211,11 +211,15 @@ class _Expected:
         self._torch, self._numel, self._dtype = torch, SAMPLE_NUMEL, params[0].dtype
         self._before = [_copy(param, self._numel) for param in params]
         self._params = [each.clone().requires_grad_() for each in self._before]
+        self._optimizer = torch.optim.AdamW(self._params, **HYPER_PARAMETERS)
+        for param in self._params:
+            param.grad = torch.zeros_like(param)
+        for _ in range(empty_steps):
+            self._optimizer.step()
         for param, grad in zip(self._params, grads, strict=True):
             param.grad = _copy(grad, self._numel)
-        self._optimizer = torch.optim.AdamW(self._params, **HYPER_PARAMETERS)
 
-    def check(self, values: Any, steps: int, *, exactly: bool) -> None:
+    def check(self, values: Any, steps: int, *, is_adamw: bool, slack: float = 1e-3) -> None:
         """Raises:
         RuntimeError: a parameter did not change, or is not what AdamW makes of it.
         """
@@ -228,8 +232,8 @@ class _Expected:
                 raise RuntimeError(f"parameter {number} did not change in {steps} steps")
             wanted = self._params[number].detach().to(self._dtype).float()
             # Two roundings to the parameters' type, and what another order of operations makes.
-            slack = 2 * torch.finfo(self._dtype).eps * wanted.abs() + 1e-3
-            if exactly and not bool(((value - wanted).abs() <= slack).all()):
+            allowed = 2 * torch.finfo(self._dtype).eps * wanted.abs() + slack
+            if is_adamw and not bool(((value - wanted).abs() <= allowed).all()):
                 largest = float((value - wanted).abs().max())
                 raise RuntimeError(
                     f"parameter {number} is not what AdamW makes of it in {steps} steps: off by "

@@ -76,6 +76,8 @@ class Recipe:
             stay on the device.
         module, package: what has to be imported, and what pip calls it.
         is_adamw: whether the result has to be that of AdamW with `HYPER_PARAMETERS`.
+        slack: by how much a parameter may be off beside rounding to its type.
+        empty_steps: with gradients of zero that the peer makes and counts when it is set up.
     """
 
     name: str
@@ -84,6 +86,8 @@ class Recipe:
     module: str | None = None
     package: str | None = None
     is_adamw: bool = True
+    slack: float = 1e-3
+    empty_steps: int = 0
 
 
 class CannotRunError(Exception):
@@ -260,9 +264,13 @@ def _deepspeed(device: str, params: Tensors, grads: Tensors, setting: Setting) -
                 gathered.append(param.detach().flatten()[:SAMPLE_NUMEL].clone())
         return gathered
 
-    return Peer(step, values, note="ZeRO stage 3, Adam on the CPU; a backward pass is timed too")
+    return Peer(step, values, note=_DEEPSPEED_NOTE)
 
 
+_DEEPSPEED_NOTE = (
+    "ZeRO stage 3, Adam on the CPU; a backward pass is timed too; its parameters are compared with "
+    "AdamW's to one learning rate"
+)
 _ONE_RANK = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -320,6 +328,8 @@ RECIPES = {
             half=True,
             module="deepspeed",
             package="deepspeed",
+            slack=HYPER_PARAMETERS["lr"],
+            empty_steps=1,
         ),
         Recipe(
             name="DeepSpeed CPU offload",
@@ -327,6 +337,8 @@ RECIPES = {
             half=True,
             module="deepspeed",
             package="deepspeed",
+            slack=HYPER_PARAMETERS["lr"],
+            empty_steps=1,
         ),
         Recipe(
             name="torchao CPUOffloadOptimizer",
