@@ -1,9 +1,9 @@
 """Streamed and resident training give the same bits: losses, parameters, mains, moments, counters.
 
 Every case trains twice in the same processes, resident and streamed, in buckets so small that
-every parameter larger than a bucket is split: one case of each kind for 20 steps, the others, in
-which a difference would show in the first few, for 8. All of it is done with main parameters
-stored in fp32 and as remainders; most of the latter is for --slow.
+every parameter larger than a bucket is split, for 20 steps with --slow. Without it one case of each
+kind makes as many, the others, in which a difference would show in the first few, 8. All of it is
+done with main parameters stored in fp32 and as remainders; most of the latter is for --slow.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ REMAINDERS = {
     (2, "tp_bf16_gradients"),
     (2, "pp_tied"),
 }
-ARE_ALL_WANTED = bool(os.environ.get("GDS_OPTIMIZER_TEST_ALL")) and not MEGATRON_PATH
+ARE_ALL_WANTED = bool(os.environ.get("GDS_OPTIMIZER_TEST_ALL"))
 FP32, REMAINDER, REMAINDER_REST = "fp32", "remainder", "remainder_rest"
 
 
@@ -146,7 +146,6 @@ def runs(group: str) -> list[Any]:
     chosen = {
         FP32: CASES,
         REMAINDER: [case for case in CASES if case in REMAINDERS],
-        # The codec does not depend on Megatron's version: the installed one's will do.
         REMAINDER_REST: [case for case in CASES if case not in REMAINDERS and ARE_ALL_WANTED],
     }[group]
     is_slow = group == REMAINDER_REST or (group == REMAINDER and MEGATRON_PATH)
@@ -164,8 +163,9 @@ ALL = runs(FP32) + runs(REMAINDER) + runs(REMAINDER_REST)
 class Comparisons:
     """Comparisons by (world size, name, group); those of a size and group share processes."""
 
-    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+    def __init__(self, tmp_path_factory: pytest.TempPathFactory, is_slow: bool) -> None:
         self._tmp_path_factory = tmp_path_factory
+        self._is_slow = is_slow
         self._ranks: dict[tuple[int, str], list[dict[str, Comparison]]] = {}
 
     def __getitem__(self, case: tuple[int, str, str]) -> list[Comparison]:
@@ -173,8 +173,13 @@ class Comparisons:
         if (world_size, group) not in self._ranks:
             directory = str(self._tmp_path_factory.mktemp(f"state{world_size}"))
             main = "fp32" if group == FP32 else "auto"
+            # At least: nothing that a case looks at depends on what comes after its last step.
+            least = MANY_STEPS if self._is_slow else STEPS
             cases = {
-                other: (config, replace(streaming, main=main))
+                other: (
+                    replace(config, steps=max(config.steps, least)),
+                    replace(streaming, main=main),
+                )
                 for other, (config, streaming) in {1: ONE_RANK, 2: TWO_RANKS}[world_size].items()
                 if (world_size, other, group) in {param.values[0] for param in runs(group)}
             }
@@ -185,8 +190,10 @@ class Comparisons:
 
 
 @pytest.fixture(scope="module")
-def comparisons(tmp_path_factory: pytest.TempPathFactory) -> Comparisons:
-    return Comparisons(tmp_path_factory)
+def comparisons(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Comparisons:
+    return Comparisons(tmp_path_factory, pytestconfig.getoption("slow"))
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -240,6 +247,6 @@ def test_closing_leaves_nothing_on_disk(comparisons, case):
 )
 def test_the_skipped_step_was_skipped(comparisons, case, skipped):
     for comparison in comparisons[case]:
-        assert [s.success for s in comparison.resident.steps] == [
-            step != skipped for step in range(STEPS)
-        ]
+        made = [s.success for s in comparison.resident.steps]
+        assert len(made) >= STEPS
+        assert made == [step != skipped for step in range(len(made))]
