@@ -40,6 +40,9 @@ from gds_optimizer.written_out import read_back, write_out
 
 # Enough to keep a drive busy with page faults, and to compute checksums as fast as it reads.
 _THREADS = 4
+# Where values are decoded or encoded: that computes more than it waits, and the C library keeps
+# several MiB for each of the threads.
+_CODING_THREADS = 2
 # Elements that are decoded and written at a time, by each of the threads: 1 MiB, and as much again
 # several times over for what decoding needs.
 _PART_NUMEL = 2**18
@@ -77,7 +80,7 @@ class MappedState:
         # Of encoded planes, by bucket and plane, when they were decoded.
         self._checksums: dict[tuple[int, int], int] = {}
         if self._scratch and not writable:
-            self._for_each_bucket(self._decode_bucket)
+            self._for_each_bucket(self._decode_bucket, _CODING_THREADS)
         for decoded in self._scratch.values():
             decoded.map(writable=writable)
         self._planes: dict[tuple[int, int], Mapping] = {
@@ -100,9 +103,9 @@ class MappedState:
             for shard, binding in enumerate(members)
         }
 
-    def _for_each_bucket(self, action: Callable[[int], None]) -> None:
-        with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(action, range(len(self.engine.layout.buckets))))
+    def _for_each_bucket(self, action: Callable[[int], None], threads: int = _THREADS) -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(action, range(len(self.engine.layout.buckets))))
 
     def _decode_bucket(self, index: int) -> None:
         """Put the decoded values of a bucket's encoded planes into their files."""
@@ -258,7 +261,7 @@ class MappedState:
             IoError: a footer could not be written; the engine goes on refusing to be used.
             OSError: the files could not be flushed; likewise.
         """
-        self._for_each_bucket(self._commit_bucket)
+        self._for_each_bucket(self._commit_bucket, _CODING_THREADS if self._scratch else _THREADS)
         self._flush()
         read_back(self.engine)
         self.engine.store.drop_written_out()
