@@ -13,5 +13,9 @@ if __name__ != "tests.megatron":
 MEGATRON_PATH = os.environ.get("GDS_OPTIMIZER_TEST_MEGATRON") or None
 """Directory that holds `megatron/core`, or None for the installed version."""
 
+HAS_ALL_FORMS = not MEGATRON_PATH or bool(os.environ.get("GDS_OPTIMIZER_TEST_ALL"))
+"""Whether slow tests go over all forms in which state is stored: these are the package's own and
+not Megatron's, so one version will do."""
+
 if MEGATRON_PATH and MEGATRON_PATH not in sys.path:
     sys.path.insert(0, MEGATRON_PATH)

@@ -531,14 +531,21 @@ class Plan:
 
     def __init__(self) -> None:
         self._runs: dict[str, tuple[int, Run]] = {}
+        self._slow: set[str] = set()
         self._results: dict[str, list[RunResult]] = {}
         self._failures: dict[str, BaseException] = {}
         self._directory: Path | None = None
 
-    def add(self, name: str, world_size: int, run: Run) -> str:
-        """Returns the name."""
+    def add(self, name: str, world_size: int, run: Run, *, slow: bool = False) -> str:
+        """Returns the name.
+
+        Args:
+            slow: done only with other runs that are, since nobody may ask for any of them.
+        """
         assert name not in self._runs, name
         self._runs[name] = (world_size, run)
+        if slow:
+            self._slow.add(name)
         return name
 
     def results_in(self, factory: pytest.TempPathFactory) -> Callable[[str], list[RunResult]]:
@@ -571,7 +578,9 @@ class Plan:
         names = [
             other
             for other, (size, _) in self._runs.items()
-            if size == world_size and self._stage(other) == stage
+            if size == world_size
+            and self._stage(other) == stage
+            and (other in self._slow) == (name in self._slow)
         ]
         runs = {other: self._runs[other][1] for other in names}
         needed = set().union(*(run.needs for run in runs.values()))

@@ -224,6 +224,7 @@ def add(case: str, name: str, **run: Any) -> str:
         f"async-{case}/{name}",
         CASES[case].size,
         Run(streaming=STREAMING, stream_options=options, **run),
+        slow=True,
     )
 
 

@@ -153,6 +153,7 @@ def _add_sources() -> None:
                     streaming=STREAMING if side == "streamed" else None,
                     actions={SAVED: saves},
                 ),
+                slow=True,
             )
 
 
@@ -165,6 +166,7 @@ BROKEN = PLAN.add(
         streaming=STREAMING,
         actions={SAVED: (Load(_checkpoint("padded", "plain", MODEL_SHAPED)), Look())},
     ),
+    slow=True,
 )
 
 
@@ -184,6 +186,7 @@ def _add_target(name: str, target: Target) -> list[tuple[str, str]]:
                 streaming=STREAMING if side == "streamed" else None,
                 actions={SAVED: (load, Look())},
             ),
+            slow=True,
         )
     return sides
 
