@@ -49,6 +49,7 @@ ORDER = (
     ("merging", "model_copy"),
     ("bucket_state", "scalars"),
     ("step_pass",),
+    ("passes",),
     ("engine",),
     ("self_check",),
     ("direct_file",),
