@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from gds_optimizer.bench.page_cache import resident_pages
 from gds_optimizer.bench.process_io import own_io
 from gds_optimizer.codecs import get_codec
 from gds_optimizer.plan import tie_plane
 from tests.support.engines import grads_of, streamed
 from tests.support.forms import BF16, FP32, INT8, REMAINDER, name_of
 from tests.support.libcuda_stub import DriverStubUnavailableError, load_driver_stub
-from tests.support.page_cache import resident_pages
 
 BUCKET_NUMEL, BUCKETS = 2**18, 10
 SIZES = (BUCKET_NUMEL * BUCKETS,)
