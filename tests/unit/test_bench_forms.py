@@ -82,7 +82,7 @@ def test_the_table_has_them_all(found):
 def test_what_does_not_go(tmp_path):
     with pytest.raises(ConfigError, match="a form is asked for twice"):
         run(tmp_path, [("fp32", "fp32"), ("fp32", "fp32")])
-    with pytest.raises(NoSpaceError, match=r"the benchmark needs \d+ bytes"):
+    with pytest.raises(NoSpaceError, match=r"the files of the benchmark need \d+ bytes"):
         run(tmp_path, numel=10**15)
     config = StreamConfig(directories=(tmp_path,), hbm_budget=1)
     with pytest.raises(ConfigError, match="leave --hbm-budget and --host-budget out"):
