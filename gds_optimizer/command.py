@@ -26,10 +26,7 @@ def count(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = _number(text)
     if not 1 <= value < 2**63 or value != int(value):
         raise argparse.ArgumentTypeError(f"wanted a whole number of at least 1, got {text!r}")
     return int(value)
@@ -41,13 +38,18 @@ def seconds(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = _number(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"wanted seconds, more than 0, got {text!r}")
     return value
+
+
+def _number(text: str) -> float:
+    """What a text says, 0 where that is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 def exit_status(program: str, action: Callable[[], int]) -> int:

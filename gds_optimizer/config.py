@@ -72,6 +72,39 @@ def parse_size(text: str | int) -> int:
     return int(exact)
 
 
+def _checked_directories(given: Any) -> tuple[Path, ...]:
+    directories = (given,) if isinstance(given, str | Path) else given
+    try:
+        directories = tuple(directories)
+        paths = tuple(Path(directory).absolute() for directory in directories)
+    except TypeError:
+        raise ConfigError(f"directories is {given!r}, wanted paths of directories") from None
+    if any(str(directory) == "" for directory in directories):
+        raise ConfigError("directories names nothing (''): name a directory on an NVMe drive")
+    if not paths:
+        raise ConfigError("directories is empty: name at least one directory on an NVMe drive")
+    if len(set(paths)) != len(paths):
+        raise ConfigError(f"directories names one twice: {', '.join(map(str, paths))}")
+    known: dict[tuple[int, int], Path] = {}
+    for path in paths:
+        try:
+            state = path.stat()
+        except OSError as error:
+            raise ConfigError(
+                f"directories: {path} is not an existing directory ({error.strerror}): create it"
+            ) from None
+        if not stat.S_ISDIR(state.st_mode):
+            raise ConfigError(
+                f"directories: {path} is not an existing directory (Not a directory): name one"
+            )
+        other = known.setdefault((state.st_dev, state.st_ino), path)
+        if other is not path:
+            raise ConfigError(
+                f"directories: {other} and {path} are the same directory: name one for each drive"
+            )
+    return paths
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamConfig:
     """How optimizer state is streamed.
@@ -141,16 +174,7 @@ class StreamConfig:
     trace: Path | None = None
 
     def __post_init__(self) -> None:
-        directories: Any = self.directories
-        if isinstance(directories, str | Path):
-            directories = (directories,)
-        try:
-            paths = tuple(Path(d).absolute() for d in directories)
-        except TypeError:
-            raise ConfigError(
-                f"directories is {self.directories!r}, wanted paths of directories"
-            ) from None
-        object.__setattr__(self, "directories", paths)
+        object.__setattr__(self, "directories", _checked_directories(self.directories))
         for name in ("bucket_size", "io_task_size", "hbm_budget", "host_budget"):
             if name == "host_budget" and self.host_budget == AUTO_BUDGET:
                 continue
@@ -158,31 +182,6 @@ class StreamConfig:
                 object.__setattr__(self, name, parse_size(getattr(self, name)))
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
-        if any(str(d) == "" for d in directories):
-            raise ConfigError("directories names nothing (''): name a directory on an NVMe drive")
-        if not paths:
-            raise ConfigError("directories is empty: name at least one directory on an NVMe drive")
-        if len(set(paths)) != len(paths):
-            raise ConfigError(f"directories names one twice: {', '.join(map(str, paths))}")
-        known: dict[tuple[int, int], Path] = {}
-        for path in paths:
-            try:
-                state = path.stat()
-            except OSError as error:
-                raise ConfigError(
-                    f"directories: {path} is not an existing directory ({error.strerror}): "
-                    "create it"
-                ) from None
-            if not stat.S_ISDIR(state.st_mode):
-                raise ConfigError(
-                    f"directories: {path} is not an existing directory (Not a directory): name one"
-                )
-            other = known.setdefault((state.st_dev, state.st_ino), path)
-            if other is not path:
-                raise ConfigError(
-                    f"directories: {other} and {path} are the same directory: name one for each "
-                    "drive"
-                )
         self._check_choice("io", IO_CHOICES)
         self._check_choice("init", INIT_CHOICES)
         self._check_choice("self_check", SELF_CHECK_CHOICES)
@@ -198,7 +197,7 @@ class StreamConfig:
             raise ConfigError(
                 f"io_task_size is {self.io_task_size}, wanted a multiple of {PAGE_BYTES}"
             )
-        object.__setattr__(self, "directory_weights", self._checked_weights(len(paths)))
+        object.__setattr__(self, "directory_weights", self._checked_weights(len(self.directories)))
         timeout_s: Any = self.io_timeout_s
         if (
             isinstance(timeout_s, bool)

@@ -12,6 +12,7 @@ import torch
 
 from gds_optimizer.codecs import get_codec
 from gds_optimizer.codecs.remainder import SIGNLESS_CODECS, TIE_PLANE, RemainderCodec
+from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import EvictedTensor
 from gds_optimizer.layout import (
@@ -224,6 +225,20 @@ def plan_engine(
     ]
     layout = plan_layout(specs, bucket_numel=bucket_numel_for(bucket_size_bytes, specs))
     return EnginePlan(optimizer, list(bindings), schemas, layout, list(members.values()))
+
+
+def plan_as_configured(
+    optimizer: torch.optim.Optimizer, bindings: Sequence[Binding], config: StreamConfig
+) -> EnginePlan:
+    """`plan_engine` with the settings of a configuration; raises what that does."""
+    return plan_engine(
+        optimizer,
+        bindings,
+        config.bucket_size,
+        moment_dtype=config.moment_dtype,
+        moment_rounding=config.moment_rounding,
+        main=config.main,
+    )
 
 
 @dataclass(slots=True, eq=False)

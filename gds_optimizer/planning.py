@@ -6,9 +6,8 @@ are assigned by the code that does it in a run; nothing is allocated and nothing
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from gds_optimizer.errors import ConfigError
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.homes import Home
 from gds_optimizer.host_memory import available_bytes
-from gds_optimizer.plan import Binding, EnginePlan, plan_engine
+from gds_optimizer.plan import Binding, EnginePlan, plan_as_configured
 from gds_optimizer.rates import Rates
 from gds_optimizer.room import free_bytes
 from gds_optimizer.tiers import HostOffer, Tiers
@@ -223,7 +222,7 @@ def engine_plan(numel: int, config: StreamConfig, optimizer: str = "adamw") -> E
 
     Args:
         numel: elements of the parameter.
-        config: of which every setting counts that `plan_engine` takes.
+        config: of which every setting counts that a plan depends on.
         optimizer: a key of `OPTIMIZERS`.
 
     Raises:
@@ -234,13 +233,7 @@ def engine_plan(numel: int, config: StreamConfig, optimizer: str = "adamw") -> E
     main = evicted_like(model, dtype=torch.float32, name="parameters")
     made = OPTIMIZERS[optimizer]([torch.zeros(1)])
     made.param_groups[0]["params"] = [main]
-    names = {field.name for field in fields(config)}
-    settings = {
-        name: getattr(config, name)
-        for name, parameter in inspect.signature(plan_engine).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name in names
-    }
-    return plan_engine(made, [Binding("parameters", main, model)], config.bucket_size, **settings)
+    return plan_as_configured(made, [Binding("parameters", main, model)], config)
 
 
 def plan_streaming(

@@ -23,14 +23,16 @@ from gds_optimizer.engine import Engine
 from gds_optimizer.errors import ConfigError, GdsOptimizerError
 from gds_optimizer.homes import Home
 from gds_optimizer.io import IoBackend, make_backend
-from gds_optimizer.plan import Binding, EnginePlan, plan_engine
+from gds_optimizer.plan import Binding, EnginePlan, plan_as_configured
 from gds_optimizer.probe import ProbeReport, Severity, decide_io_path
 from gds_optimizer.self_check import check_optimizer
 from gds_optimizer.slots import SlotPool
 from gds_optimizer.store import Store
 from gds_optimizer.tiers import Tiers, budget_hint
 from gds_optimizer.tracing import Tracer, trace_path
-from gds_optimizer.tuning import Tuning, bucket_advice, choose_shape, is_wanted, tune
+from gds_optimizer.tuning import is_wanted, tune
+from gds_optimizer.tuning_result import Tuning
+from gds_optimizer.tuning_shape import bucket_advice, choose_shape
 from gds_optimizer.written_out import lend_device_memory, take_device_memory
 
 logger = logging.getLogger(__name__)
@@ -270,17 +272,7 @@ class Runtime:
 
 def _plans(parts: Sequence[Part], config: StreamConfig) -> list[EnginePlan]:
     """How each part is laid out."""
-    return [
-        plan_engine(
-            part.optimizer,
-            part.bindings,
-            config.bucket_size,
-            moment_dtype=config.moment_dtype,
-            moment_rounding=config.moment_rounding,
-            main=config.main,
-        )
-        for part in parts
-    ]
+    return [plan_as_configured(part.optimizer, part.bindings, config) for part in parts]
 
 
 def _tracer(path: Path, rank: int, device: torch.device) -> Tracer:

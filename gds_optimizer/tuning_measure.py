@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gds_optimizer.duplex import is_half_duplex
 from gds_optimizer.errors import GdsOptimizerError
 from gds_optimizer.io import PAGE_BYTES, BucketFile, IoBackend, Transfer
 from gds_optimizer.slots import SlotPool
@@ -27,7 +28,6 @@ LIMIT_S = 5.0
 TRANSFERS = 6
 """In flight, and parts of the scratch file."""
 TRANSFER_BYTES = 64 * 2**20
-HALF_DUPLEX_FACTOR = 1.25
 NOTICEABLE = 1.1
 """What a point must beat the first one by, since two measurements of one drive differ."""
 
@@ -76,17 +76,8 @@ class Measurement:
 
     @property
     def is_half_duplex(self) -> bool:
-        """Whether both at once move at most a quarter more than one after the other would.
-
-        A drive that does both at full speed moves `2 * min(read, write)`; one that shares its time
-        between them moves `in_turns`, which is far below `max(read, write)` where one is slower.
-        """
-        return self.mixed <= HALF_DUPLEX_FACTOR * self.in_turns
-
-    @property
-    def in_turns(self) -> float:
-        """The rate at which as many bytes are read as written, first the ones, then the others."""
-        return 2 / (1 / self.read + 1 / self.write)
+        """Whether both at once are hardly faster than one after the other: see `duplex`."""
+        return is_half_duplex(self.read, self.write, self.mixed)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data, for `from_dict`."""
@@ -153,14 +144,14 @@ def measure_path(
         return time.perf_counter() - began > share * limit_s
 
     with contextlib.ExitStack() as stack:
-        path = stack.enter_context(_scratch(directory, TRANSFERS * size))
+        path = stack.enter_context(scratch_file(directory, TRANSFERS * size))
         holder = make(points[0])  # cuFile's registration of buffers holds for all of a process
         stack.callback(holder.close)
         pool = SlotPool(TRANSFERS, size, holder)
         stack.callback(pool.close)
         buffers = [slot.buffer for slot in pool.slots]
         _fill(buffers)
-        with _open(holder, path) as file:
+        with opened(holder, path) as file:
             for number, buffer in enumerate(buffers):  # fresh blocks are slower, and only once
                 file.write(buffer, number * size).wait(_TIMEOUT_S)
                 if used():
@@ -171,7 +162,7 @@ def measure_path(
         rates: dict[Point, float] = {}
 
         def try_point(point: Point) -> None:
-            with contextlib.closing(make(point)) as backend, _open(backend, path) as file:
+            with contextlib.closing(make(point)) as backend, opened(backend, path) as file:
                 _rate(file, buffers, "mixed", 0.0)  # threads start, memory is pinned
                 rate = _rate(file, buffers, "mixed", _POINT_S)
                 rates[point] = max(rate, rates.get(point, 0.0))
@@ -184,7 +175,7 @@ def measure_path(
                 if not used(_GRID_SHARE):
                     try_point(point)
         best = best_point(rates)
-        with contextlib.closing(make(best)) as backend, _open(backend, path) as file:
+        with contextlib.closing(make(best)) as backend, opened(backend, path) as file:
             found = dict.fromkeys(("read", "write", "mixed"), 0.0)
             _rate(file, buffers, "mixed", 0.0)
             for _ in range(3):  # in turn, since a drive has good and bad moments
@@ -203,7 +194,7 @@ def measure_path(
 
 
 @contextlib.contextmanager
-def _scratch(directory: Path, nbytes: int) -> Iterator[Path]:
+def scratch_file(directory: Path, nbytes: int) -> Iterator[Path]:
     """A file whose blocks are allocated; what a killed process has left goes as well."""
     for old in directory.glob(f"{_PREFIX}*.bin"):
         with contextlib.suppress(OSError):
@@ -225,7 +216,8 @@ def _scratch(directory: Path, nbytes: int) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _open(backend: IoBackend, path: Path) -> Iterator[BucketFile]:
+def opened(backend: IoBackend, path: Path) -> Iterator[BucketFile]:
+    """A file that is closed again, and not before transfers of it have ended."""
     file = backend.open(path)
     try:
         yield file

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from gds_optimizer.bench.arguments import module_parser, stream_config
 from gds_optimizer.bench.steps import (
     check_room_for_files,
     device_named,
@@ -135,26 +136,17 @@ def _save(engine: Engine, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m gds_optimizer.bench.checkpoints", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--dir", dest="directories", action="append", required=True)
+    parser = module_parser("checkpoints", __doc__)
     parser.add_argument("--copy-to", type=Path, help="default: the first directory")
     parser.add_argument("--numel", type=count, default=2**27, help="parameters (default 2**27)")
     parser.add_argument("--bucket-size", default="192MiB")
-    parser.add_argument("--io", default="auto")
-    parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
     arguments = parser.parse_args(argv)
     return exit_status(parser.prog, lambda: _run(arguments))
 
 
 def _run(arguments: argparse.Namespace) -> int:
     found = run_checkpoint_bench(
-        StreamConfig(
-            directories=tuple(arguments.directories),
-            io=arguments.io,
-            bucket_size=arguments.bucket_size,
-        ),
+        stream_config(arguments),
         numel=arguments.numel,
         copy_to=arguments.copy_to or Path(arguments.directories[0]),
         device=device_named(arguments.device),

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from gds_optimizer.bench.kernel_io import kernel_bytes
 from gds_optimizer.bench.limit import Limit, LimitFiles
+from gds_optimizer.bench.process_io import IoBytes, own_io
 from gds_optimizer.bench.steps import check_room_for_files, synthetic_optimizer, timed
 from gds_optimizer.codecs import get_codec
 from gds_optimizer.config import StreamConfig
@@ -43,7 +43,7 @@ class FormSteps:
         layout: of the files, all of whole buckets of the same size.
         steps: of each round; the first step, which reads no moments, is left out.
         steps_s: until everything is on the drives.
-        kernel: bytes that the kernel counted as read and written meanwhile, None without counters.
+        kernel: what the kernel counted meanwhile, None without counters.
     """
 
     moment_dtype: str
@@ -51,7 +51,7 @@ class FormSteps:
     layout: Layout
     steps: list[PassStats] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
-    kernel: list[tuple[int, int] | None] = field(default_factory=list)
+    kernel: list[IoBytes | None] = field(default_factory=list)
 
     @property
     def codecs(self) -> dict[str, str]:
@@ -89,10 +89,9 @@ class FormSteps:
             "kernel_written": None,
         }
         counted = [
-            (read_bytes, written_bytes, count - stats.cached_buckets)
+            (kernel.read, kernel.written, count - stats.cached_buckets)
             for stats, kernel in zip(self.steps, self.kernel, strict=True)
             if kernel is not None
-            for read_bytes, written_bytes in (kernel,)
         ]
         found["kernel_read"] = _median(r / numel / read for r, _, read in counted if read)
         found["kernel_written"] = _median(w / numel / count for _, w, _ in counted)
@@ -298,12 +297,12 @@ def run_forms_bench(
         )
         for number in range(steps + 1):
             for form, (optimizer, engine) in zip(result.forms, runs, strict=True):
-                seconds, kernel = _step(optimizer, engine)
+                step_s, kernel = _step(optimizer, engine)
                 stats = engine.last_stats
-                progress(_line(form, f"round {number}, {seconds:.2f} s", stats))
+                progress(_line(form, f"round {number}, {step_s:.2f} s", stats))
                 if number:
                     form.steps.append(stats)
-                    form.steps_s.append(seconds)
+                    form.steps_s.append(step_s)
                     form.kernel.append(kernel)
             if number:
                 moved = stats.read_bytes + stats.written_bytes
@@ -315,11 +314,9 @@ def _line(form: StreamConfig | FormSteps, what: str, stats: PassStats) -> str:
     return f"{form.moment_dtype} moments, {form.main} mains: {what}: {stats.describe()}"
 
 
-def _step(optimizer: torch.optim.Optimizer, engine: Engine) -> tuple[float, tuple[int, int] | None]:
+def _step(optimizer: torch.optim.Optimizer, engine: Engine) -> tuple[float, IoBytes | None]:
     """Seconds of a step until everything is on the drives, and what the kernel counted."""
-    before = kernel_bytes()
-    _, seconds = timed(optimizer.step, engine.drain)
-    after = kernel_bytes()
-    if before is None or after is None:
-        return seconds, None
-    return seconds, (after[0] - before[0], after[1] - before[1])
+    before = own_io()
+    _, step_s = timed(optimizer.step, engine.drain)
+    after = own_io()
+    return step_s, None if before is None or after is None else after - before

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gds_optimizer.bench.arguments import module_parser, stream_config
 from gds_optimizer.bench.limit import TASK_BYTES, THREADS, LimitFiles
 from gds_optimizer.bench.steps import (
     check_room_for_files,
@@ -93,22 +94,16 @@ def run_initialization_bench(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m gds_optimizer.bench.initialization",
-        description=(__doc__ or "").split("\n")[0],
-    )
-    parser.add_argument("--dir", dest="directories", action="append", required=True)
+    parser = module_parser("initialization", __doc__)
     parser.add_argument("--numel", type=count, default=2**27, help="parameters (default 2**27)")
     parser.add_argument("--rounds", type=count, default=7, help="default 7")
-    parser.add_argument("--io", default="auto")
-    parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
     arguments = parser.parse_args(argv)
     return exit_status(parser.prog, lambda: _run(arguments))
 
 
 def _run(arguments: argparse.Namespace) -> int:
     found = run_initialization_bench(
-        StreamConfig(directories=tuple(arguments.directories), io=arguments.io),
+        stream_config(arguments),
         numel=arguments.numel,
         rounds=arguments.rounds,
         device=device_named(arguments.device),

@@ -75,8 +75,8 @@ class Group:
 
     def remove(self) -> None:
         """Kill what is still in it, and remove it; a group that stays is left alone in the end."""
-        deadline = time.monotonic() + _REMOVE_WITHIN_S
-        while time.monotonic() < deadline:
+        deadline_s = time.monotonic() + _REMOVE_WITHIN_S
+        while time.monotonic() < deadline_s:
             try:
                 for pid in (self.path / "cgroup.procs").read_text().split():
                     with contextlib.suppress(ProcessLookupError):

@@ -132,15 +132,9 @@ def measure(task: Task) -> dict[str, Any]:
     from gds_optimizer.bench.steps import device_named, timed
 
     recipe = streamer_recipe(Path(task.peer)) if task.is_streamer else RECIPES[task.peer]
-    if recipe.module is not None:
-        try:
-            importlib.import_module(recipe.module)
-        except ModuleNotFoundError as error:
-            if error.name is not None and recipe.module.split(".")[0] == error.name.split(".")[0]:
-                return {"missing": f"not installed: pip install {recipe.package}"}
-            return {"missing": f"{recipe.package} cannot be imported: {error}"}
-        except ImportError as error:
-            return {"missing": f"{recipe.package} cannot be imported: {error}"}
+    why_not = _why_not_importable(recipe.module, recipe.package)
+    if why_not:
+        return {"missing": why_not}
     device = device_named(task.device)
     watch = _Watch(torch, device, group)
     if device.type == "cuda":
@@ -198,6 +192,20 @@ def measure(task: Task) -> dict[str, Any]:
         "device_peak_bytes": watch.device_peak_bytes if device.type == "cuda" else None,
         "capped_bytes": capped,
     }
+
+
+def _why_not_importable(module: str | None, package: str | None) -> str:
+    """Why a peer's module cannot be imported, in words; empty if it can, or there is none."""
+    if module is None:
+        return ""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name is not None
+        if is_absent and str(error.name).split(".")[0] == module.split(".")[0]:
+            return f"not installed: pip install {package}"
+        return f"{package} cannot be imported: {error}"
+    return ""
 
 
 class _Expected:

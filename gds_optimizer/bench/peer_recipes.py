@@ -8,6 +8,7 @@ one, whose arithmetic is a copy and is timed with the step.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import runpy
@@ -322,23 +323,20 @@ RECIPES = {
         Recipe(name="resident", build=_resident),
         Recipe(name="gds-optimizer", build=_ours, half=True),
         Recipe(name="gds-optimizer, host budget", build=_ours_in_host_memory, half=True),
-        Recipe(
-            name="DeepSpeed ZeRO-Infinity",
-            build=lambda *given: _deepspeed("nvme", *given),
-            half=True,
-            module="deepspeed",
-            package="deepspeed",
-            slack=HYPER_PARAMETERS["lr"],
-            empty_steps=1,
-        ),
-        Recipe(
-            name="DeepSpeed CPU offload",
-            build=lambda *given: _deepspeed("cpu", *given),
-            half=True,
-            module="deepspeed",
-            package="deepspeed",
-            slack=HYPER_PARAMETERS["lr"],
-            empty_steps=1,
+        *(
+            Recipe(
+                name=name,
+                build=functools.partial(_deepspeed, device),
+                half=True,
+                module="deepspeed",
+                package="deepspeed",
+                slack=HYPER_PARAMETERS["lr"],
+                empty_steps=1,
+            )
+            for name, device in (
+                ("DeepSpeed ZeRO-Infinity", "nvme"),
+                ("DeepSpeed CPU offload", "cpu"),
+            )
         ),
         Recipe(
             name="torchao CPUOffloadOptimizer",

@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
+from gds_optimizer.bench.arguments import add_timing_options, module_parser, stream_config
 from gds_optimizer.bench.steps import check_room_for_files, device_named, timed
 from gds_optimizer.command import count, exit_status
-from gds_optimizer.config import StreamConfig, parse_size
+from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import ConfigError
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.plan import Binding
@@ -286,32 +287,19 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m gds_optimizer.bench.shards", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--dir", dest="directories", action="append", required=True)
+    parser = module_parser("shards", __doc__)
     parser.add_argument("--numel", type=count, default=200_000_000, help="parameters (default 2e8)")
     parser.add_argument("--shards", type=count, default=20_000, help="tiny ones (default 20000)")
     parser.add_argument("--gap", type=int, default=0, help="elements between tiny shards (0 to 63)")
-    parser.add_argument("--repeats", type=count, default=5, help="times that count (default 5)")
-    parser.add_argument("--bucket-size", default="192MiB")
-    parser.add_argument("--slots", type=count, default=3)
-    parser.add_argument("--io", default="auto")
-    parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
+    add_timing_options(parser)
     parser.add_argument("--profile", type=Path, help="a file for cProfile's statistics of a step")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     return exit_status(parser.prog, lambda: _run(arguments))
 
 
 def _run(arguments: argparse.Namespace) -> int:
     found = run_shards_bench(
-        StreamConfig(
-            directories=tuple(arguments.directories),
-            io=arguments.io,
-            bucket_size=parse_size(arguments.bucket_size),
-            slots=arguments.slots,
-        ),
+        stream_config(arguments),
         numel=arguments.numel,
         shards=arguments.shards,
         repeats=arguments.repeats,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from gds_optimizer.bench.arguments import add_timing_options, module_parser, stream_config
 from gds_optimizer.bench.steps import (
     check_room_for_files,
     device_named,
@@ -27,7 +28,7 @@ from gds_optimizer.bench.steps import (
     timed,
 )
 from gds_optimizer.command import count, exit_status
-from gds_optimizer.config import StreamConfig, parse_size
+from gds_optimizer.config import StreamConfig
 from gds_optimizer.io.memory import HostBuffer
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
@@ -247,31 +248,18 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m gds_optimizer.bench.tiers", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--dir", dest="directories", action="append", required=True)
+    parser = module_parser("tiers", __doc__)
     parser.add_argument(
         "--numel", type=count, default=1_240_000_000, help="parameters (default 1.24e9)"
     )
-    parser.add_argument("--repeats", type=count, default=5, help="times that count (default 5)")
-    parser.add_argument("--bucket-size", default="192MiB")
-    parser.add_argument("--slots", type=count, default=3)
-    parser.add_argument("--io", default="auto")
-    parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_timing_options(parser)
     arguments = parser.parse_args(argv)
     return exit_status(parser.prog, lambda: _run(arguments))
 
 
 def _run(arguments: argparse.Namespace) -> int:
     found = run_tiers_bench(
-        StreamConfig(
-            directories=tuple(arguments.directories),
-            io=arguments.io,
-            bucket_size=parse_size(arguments.bucket_size),
-            slots=arguments.slots,
-        ),
+        stream_config(arguments),
         numel=arguments.numel,
         repeats=arguments.repeats,
         device=device_named(arguments.device),

@@ -8,6 +8,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from gds_optimizer.command import seconds
+
 if TYPE_CHECKING:
     from gds_optimizer.probing.report import ProbeReport
 
@@ -54,22 +56,12 @@ def register(subparsers: SubParsers) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=_positive_seconds,
+        type=seconds,
         default=60.0,
         metavar="S",
         help="seconds that one round trip may take (default 60)",
     )
     parser.set_defaults(run=run)
-
-
-def _positive_seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"wanted seconds, more than 0, got {text!r}")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:

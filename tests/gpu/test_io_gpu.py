@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import subprocess
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 
 from gds_optimizer.errors import IoPathError
 from gds_optimizer.io import PAGE_BYTES, CuFileBackend, IoPath, make_backend
 from tests.support import io_backends
-from tests.support.io_conformance import MIB, IoConformance, noise, put, run_process
+from tests.support.io_conformance import MIB, IoConformance, noise, put
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _libraries():
-    for name in ("kvikio", "cupy"):
-        pytest.importorskip(name, reason=f"needs {name}")
-
-
-@functools.cache
-def why_cufile_does_not_work(root: Path) -> str:
-    """Empty if cuFile opens a file on the disk under `root`; asked of another process.
-
-    In a container that lacks what it looks for, cuFile can spin for ever.
-    """
-    with tempfile.TemporaryDirectory(dir=root) as directory:
-        try:
-            done = run_process("gds-compat", "open", Path(directory), timeout_s=60)
-        except subprocess.TimeoutExpired:
-            return "needs cuFile, which does not answer here (are /proc/modules, /run/udev there?)"
-    return f"needs cuFile, which fails here: {done.stderr[-500:]}" if done.returncode else ""
-
-
-@pytest.fixture(scope="module")
-def _cufile(tmp_path_factory):
-    root = tmp_path_factory.mktemp("cufile")
-    io_backends.allow_cufile_compat_mode(root)
-    reason = why_cufile_does_not_work(root)
-    if reason:
-        pytest.skip(reason)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kvikio_libraries")]
 
 
 class TestPosixOnDeviceBuffers(IoConformance):
@@ -52,7 +18,7 @@ class TestPosixOnDeviceBuffers(IoConformance):
     way = "posix"
 
 
-@pytest.mark.usefixtures("_cufile")
+@pytest.mark.usefixtures("cufile")
 class TestCufileOnRegisteredBuffers(IoConformance):
     kind = "gds-compat"
     way = "gds-compat"
@@ -60,7 +26,7 @@ class TestCufileOnRegisteredBuffers(IoConformance):
     is_registered = True
 
 
-@pytest.mark.usefixtures("_cufile")
+@pytest.mark.usefixtures("cufile")
 class TestCufileOnOtherBuffers(IoConformance):
     kind = "gds-compat"
     way = "gds-compat"
@@ -113,7 +79,7 @@ def test_a_read_is_visible_to_every_stream(tmp_path):
     backend.close()
 
 
-@pytest.mark.usefixtures("_cufile")
+@pytest.mark.usefixtures("cufile")
 def test_a_buffer_that_cufile_cannot_register():
     backend = io_backends.make("gds-compat")
     buffer = io_backends.allocate(backend.device, MIB)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from gds_optimizer.bench.page_cache import resident_pages
 from gds_optimizer.config import StreamConfig
 from tests.megatron.streaming import Streaming, compare
-from tests.support.page_cache import resident_pages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.megatron]
 

@@ -19,22 +19,15 @@ from gds_optimizer.io import IoPath
 from gds_optimizer.plan import Binding
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
-from gds_optimizer.tuning import path_rates, tune
-from tests.gpu.test_io_gpu import why_cufile_does_not_work
-from tests.support import io_backends
+from gds_optimizer.tuning import tune
+from gds_optimizer.tuning_result import path_rates
 from tests.support.engines import grads_of, leftovers, same_bits
 from tests.support.tuning_process import report_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kvikio_libraries")]
 
 SPARE_BYTES = 64 * 2**20
 NUMEL = 3_000_000
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _libraries():
-    for name in ("kvikio", "cupy"):
-        pytest.importorskip(name, reason=f"needs {name}")
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +35,6 @@ def _own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     for name in ("KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS", "KVIKIO_TASK_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(scope="module")
-def _cufile(tmp_path_factory):
-    root = tmp_path_factory.mktemp("cufile")
-    io_backends.allow_cufile_compat_mode(root)
-    reason = why_cufile_does_not_work(root)
-    if reason:
-        pytest.skip(reason)
 
 
 @pytest.fixture
@@ -61,7 +45,7 @@ def directory(tmp_path) -> Any:
     assert leftovers(path) == []
 
 
-@pytest.mark.usefixtures("_cufile")
+@pytest.mark.usefixtures("cufile")
 def test_two_paths_are_timed_and_the_faster_is_taken(directory):
     device = torch.device("cuda", 0)
     torch.zeros(1, device=device)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from gds_optimizer.bench.page_cache import resident_pages
 from gds_optimizer.megatron.shards import distributed_optimizers
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
 from tests.megatron import HAS_ALL_FORMS
@@ -32,7 +33,6 @@ from tests.megatron.checkpointing import (
 )
 from tests.megatron.harness import run_ranks
 from tests.megatron.streaming import Streaming
-from tests.support.page_cache import resident_pages
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from gds_optimizer.bench.page_cache import resident_pages
 from gds_optimizer.errors import ClosedError, IoError, IoTimeoutError
 from gds_optimizer.io import PAGE_BYTES, BucketFile, IoBackend, Transfer
 from tests.support import io_backends, io_process
-from tests.support.page_cache import resident_pages
 
 KIB = 2**10
 MIB = 2**20

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gds_optimizer.bench.forms import run_forms_bench
-from gds_optimizer.bench.kernel_io import kernel_bytes
+from gds_optimizer.bench.process_io import own_io
 from gds_optimizer.cli import main as cli_main
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import ConfigError, NoSpaceError
@@ -55,7 +55,7 @@ def test_bytes_and_ratios(found):
         assert counted["encoded"] == encoded
         assert encoded < counted["stored"] < encoded + 4 * 4096 / BUCKET_NUMEL + 1e-9
         assert counted["read"] == counted["written"] == counted["stored"]
-        if kernel_bytes() is not None:
+        if own_io() is not None:
             for key in ("kernel_read", "kernel_written"):
                 assert counted[key] == pytest.approx(counted["stored"], rel=0.05)
         assert (each["buckets"], each["cached_buckets"]) == (8, 2)
@@ -82,7 +82,7 @@ def test_the_table_has_them_all(found):
 def test_what_does_not_go(tmp_path):
     with pytest.raises(ConfigError, match="a form is asked for twice"):
         run(tmp_path, [("fp32", "fp32"), ("fp32", "fp32")])
-    with pytest.raises(NoSpaceError, match=r"the benchmark need \d+ bytes"):
+    with pytest.raises(NoSpaceError, match=r"the files of the benchmark need \d+ bytes"):
         run(tmp_path, numel=10**15)
     config = StreamConfig(directories=(tmp_path,), hbm_budget=1)
     with pytest.raises(ConfigError, match="leave --hbm-budget and --host-budget out"):

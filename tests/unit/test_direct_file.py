@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from gds_optimizer import direct_file
+from gds_optimizer.bench.page_cache import resident_pages
 from gds_optimizer.checksum import checksum
 from gds_optimizer.direct_file import PlaneChecksums, copy_file, plane_checksums, read_chunks
 from gds_optimizer.errors import IoError
 from gds_optimizer.layout import PlaneSpec, Shard, SpaceSpec, plan_layout
-from tests.support.page_cache import resident_pages
 
 PAGE = 4096
 CHUNK = 4 * PAGE

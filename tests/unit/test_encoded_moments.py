@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from gds_optimizer.bench.page_cache import resident_pages
 from gds_optimizer.checkpoint import load_state_dict, state_dict
 from gds_optimizer.codecs import Codec, get_codec, nearest_codec
 from gds_optimizer.codecs.base import EncodedCodec
@@ -38,7 +39,6 @@ from tests.support.engines import (
     streamed,
 )
 from tests.support.forms import BUCKET_BYTES, FROZEN, momentum, name_of
-from tests.support.page_cache import resident_pages
 from tests.support.snapshots import (
     all_well,
     built,

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gds_optimizer.bench.page_cache import resident_pages
 from gds_optimizer.errors import (
     ClosedError,
     ConfigError,
@@ -42,7 +43,6 @@ from tests.support.engines import (
     streamed,
 )
 from tests.support.libcuda_stub import DriverStubUnavailableError, load_driver_stub
-from tests.support.page_cache import resident_pages
 
 sgd = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 nadam = partial(torch.optim.NAdam, lr=1e-2)

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gds_optimizer.bench.page_cache import resident_pages
 from gds_optimizer.errors import IoPathError
 from gds_optimizer.io import CuFileBackend, IoPath, make_backend
 from tests.support import io_backends
 from tests.support.io_conformance import MIB, IoConformance, noise, put
 from tests.support.libcuda_stub import DriverStubUnavailableError, load_driver_stub
-from tests.support.page_cache import resident_pages
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.support.page_cache import resident_pages
+from gds_optimizer.bench.page_cache import resident_pages
 
 PAGE_BYTES = 4096
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gds_optimizer import mapped_state as module
+from gds_optimizer.bench.page_cache import resident_pages
 from gds_optimizer.errors import (
     ClosedError,
     CorruptBucketError,
@@ -30,7 +31,6 @@ from tests.support.engines import (
     same_bits,
     streamed,
 )
-from tests.support.page_cache import resident_pages
 
 PLANES = {"main", "exp_avg", "exp_avg_sq"}
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from gds_optimizer import mapping as module
+from gds_optimizer.bench.page_cache import resident_pages
 from gds_optimizer.codecs import get_codec
 from gds_optimizer.errors import NoSpaceError, UnsupportedError
 from gds_optimizer.io import allocate_host_buffer
 from gds_optimizer.layout import PlaneSpec, Shard, SpaceSpec, plan_layout
 from gds_optimizer.mapping import PlaneMapping, ScratchMapping, flush_and_drop, plane_bytes
 from tests.support.engines import open_files
-from tests.support.page_cache import resident_pages
 
 BUCKET_NUMEL = 1024
 
