@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from gds_optimizer.config import AUTO_BUDGET, StreamConfig
 from gds_optimizer.engine import Engine
-from gds_optimizer.errors import UnsupportedError
+from gds_optimizer.errors import ConfigError, UnsupportedError
 from gds_optimizer.pytorch.parameters import Parameters
 from gds_optimizer.pytorch.shape_check import check_shapes
 from gds_optimizer.pytorch.state import load_torch_state, torch_state
@@ -341,6 +341,31 @@ def _shadow_of(
     return shadow
 
 
+def _refuse_optimizer(optimizer: Any, config: Any) -> None:
+    if not isinstance(config, StreamConfig):
+        raise ConfigError(
+            f"config is {config!r}, wanted StreamConfig(directories=(...,)), with a directory on "
+            "each drive"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is no torch.optim.Optimizer: stream the one inside it"
+        )
+    if isinstance(optimizer, StreamedOptimizer) and optimizer._streaming is not None:
+        raise UnsupportedError("the optimizer is streamed already")
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} wraps another optimizer ({name}, of the class "
+                f"{type(value).__name__}) and does not step by itself: stream that one, before it "
+                "is wrapped"
+            )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise UnsupportedError(
+            "the optimizer is differentiable=True: gradients cannot flow through state on disk"
+        )
+
+
 def _rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
@@ -409,14 +434,9 @@ def stream(
         GdsOptimizerError: setting up failed; the optimizer is as it was, and nothing stays behind.
     """
     base: Any = type(optimizer)
+    _refuse_optimizer(optimizer, config)
     if isinstance(optimizer, StreamedOptimizer):
-        if optimizer._streaming is not None:
-            raise UnsupportedError("the optimizer is streamed already")
         base = base.streamed_base
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise UnsupportedError(
-            "the optimizer is differentiable=True: gradients cannot flow through state on disk"
-        )
     show_log()
     rank = _rank()
     params = Parameters(optimizer, model)

@@ -15,6 +15,7 @@ import torch
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.plan import Binding
+from gds_optimizer.pytorch.memory_order import memory_order, row_like, row_of
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 """Parameters of these are stepped through an fp32 main."""
@@ -70,7 +71,8 @@ class Parameters:
             _refuse_parameter(name, param)
         _refuse_together(names, self.params)
         self.device = self.params[0].device
-        self._views = [param.detach().view(-1) for param in self.params]
+        self._views = [row_of(param.detach()) for param in self.params]
+        self._orders = [memory_order(param) for param in self.params]
         self._addresses = [view.data_ptr() for view in self._views]
         self.bindings = [
             _binding(name, view, _held_planes(optimizer, param))
@@ -104,7 +106,9 @@ class Parameters:
         addresses = [param.data_ptr() for param in self.params]
         if addresses == self._addresses:
             return
-        for param, view, binding in zip(self.params, self._views, self.bindings, strict=True):
+        for param, view, order, binding in zip(
+            self.params, self._views, self._orders, self.bindings, strict=True
+        ):
             found = (param.numel(), param.dtype, param.device)
             wanted = (view.numel(), view.dtype, view.device)
             if found != wanted:
@@ -112,10 +116,13 @@ class Parameters:
                     f"parameter {binding.name} was {_kind(*wanted)} when its state was set up for "
                     f"streaming and is {_kind(*found)} now: move or convert the model before that"
                 )
-            if not param.is_contiguous():
-                raise UnsupportedError(_not_contiguous(binding.name))
+            if memory_order(param) != order:
+                raise UnsupportedError(
+                    f"parameter {binding.name} has another memory format than when its state was "
+                    "set up for streaming: change the model's memory format before that"
+                )
             if view.data_ptr() != param.data_ptr():
-                view.data = param.detach().view(-1)
+                view.data = row_of(param.detach())
         self._addresses = addresses
 
     def take_gradients(self, factor: torch.Tensor | None = None) -> None:
@@ -139,7 +146,7 @@ class Parameters:
                     f"the gradient of parameter {binding.name} is of the kind {kind}: only dense "
                     "gradients are streamed (of an nn.Embedding, set sparse=False)"
                 )
-            flat = grad.detach().reshape(-1)
+            flat = row_like(grad.detach(), param)
             is_plain = flat.dtype == dtype and factor is None
             found.append(flat if is_plain else CastGradient(flat, dtype, factor))
         for value, binding in zip(found, self.bindings, strict=True):
@@ -170,7 +177,7 @@ def _held_planes(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[
     if not param.numel() or param not in optimizer.state:
         return {}
     return {
-        key: value.detach().reshape(-1)
+        key: row_like(value.detach(), param)
         for key, value in optimizer.state[param].items()
         if isinstance(value, torch.Tensor) and value.shape == param.shape
     }
@@ -180,7 +187,11 @@ def _names(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> l
     """A name for each parameter, all different: the model's, the group's own, or its place."""
     known = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     names: dict[str, None] = {}
-    for name in _wanted_names(optimizer, known):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for name, param in zip(_wanted_names(optimizer, known), params, strict=True):
+        if not param.is_contiguous():
+            # Its state lies in this order in the files, and must not be taken for the usual one.
+            name = f"{name} in the order {memory_order(param)}"
         unique, number = name, 1
         while unique in names:
             number += 1
@@ -219,8 +230,11 @@ def _refuse_parameter(name: str, param: torch.Tensor) -> None:
         raise UnsupportedError(
             f"parameter {name} is {param.dtype}: only bf16, fp16, fp32 and fp64 are streamed"
         )
-    if not param.is_contiguous():
-        raise UnsupportedError(_not_contiguous(name))
+    if memory_order(param) is None:
+        raise UnsupportedError(
+            f"parameter {name} is no dense piece of memory (strides {param.stride()} for the shape "
+            f"{tuple(param.shape)}): make it one (`param.data = param.data.contiguous()`)"
+        )
 
 
 def _refuse_together(names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
@@ -238,13 +252,6 @@ def _refuse_together(names: Sequence[str], params: Sequence[torch.Tensor]) -> No
                 f"parameter {name} is on {param.device} and {names[0]} on {params[0].device}: "
                 "stream an optimizer for each device"
             )
-
-
-def _not_contiguous(name: str) -> str:
-    return (
-        f"parameter {name} is not contiguous (transposed, or channels_last), and its state would "
-        "be cut in another order: make it so (`param.data = param.data.contiguous()`)"
-    )
 
 
 def _kind(numel: int, dtype: torch.dtype, device: torch.device) -> str:

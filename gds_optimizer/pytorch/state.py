@@ -13,6 +13,7 @@ from gds_optimizer.codecs import get_codec
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import SnapshotError
 from gds_optimizer.plan import MAIN_PLANE
+from gds_optimizer.pytorch.memory_order import row_like, shaped_like
 from gds_optimizer.pytorch.parameters import Parameters
 
 
@@ -24,13 +25,15 @@ def torch_state(engine: Engine, params: Parameters) -> dict[torch.Tensor, dict[s
     """
     shards = checkpoint.state_dict(engine)["shards"]
     state: dict[torch.Tensor, dict[str, Any]] = {}
-    for param, binding in zip(params.params, params.bindings, strict=True):
-        shard = shards[binding.name]
+    for index, (param, binding) in enumerate(zip(params.params, params.bindings, strict=True)):
+        shard, is_streamed = shards[binding.name], engine.is_streamed(index)
         entry = dict(shard["scalars"])
         for name, plane in shard["planes"].items():
-            is_main = name == MAIN_PLANE
-            if binding.keeps_main if is_main else shard["has_state"]:
-                entry[name] = plane.view(param.shape)
+            if name != MAIN_PLANE and (shard["has_state"] or not is_streamed):
+                entry[name] = shaped_like(plane, param)
+        if binding.keeps_main:
+            main = shard["planes"][MAIN_PLANE] if is_streamed else torch.empty(0)
+            entry[MAIN_PLANE] = shaped_like(main, param)
         if entry:
             state[param] = entry
     return state
@@ -92,7 +95,7 @@ def _shard(
     engine: Engine, params: Parameters, index: int, entry: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The saved state of one parameter as `gds_optimizer.checkpoint` has it."""
-    binding, shape = params.bindings[index], params.params[index].shape
+    binding, param = params.bindings[index], params.params[index]
     schema = engine.plan.schemas[index]
     names = {MAIN_PLANE, *(plane.name for plane in schema.planes)}
     planes: dict[str, torch.Tensor] = {}
@@ -100,28 +103,28 @@ def _shard(
         value = entry[name]
         if not isinstance(value, torch.Tensor):
             continue  # a momentum that does not exist yet is None
-        if value.shape != shape:
+        if value.shape != param.shape:
             raise SnapshotError(
                 f"{name} of {binding.name} has the shape {tuple(value.shape)} in the state "
-                f"dictionary, wanted {tuple(shape)}: it is of another model"
+                f"dictionary, wanted {tuple(param.shape)}: it is of another model"
             )
-        planes[name] = value.reshape(-1)
-    if binding.keeps_main and MAIN_PLANE not in planes:
+        planes[name] = row_like(value, param)
+    is_streamed = engine.is_streamed(index)
+    if binding.keeps_main and is_streamed and MAIN_PLANE not in planes:
         raise SnapshotError(
             f"the state dictionary has no main parameter ({MAIN_PLANE!r}) of {binding.name}, which "
-            f"is {params.params[index].dtype}: it is of an optimizer without fp32 main parameters"
+            f"is {param.dtype}: it is of an optimizer without fp32 main parameters"
         )
     scalars = {key: value for key, value in entry.items() if key not in names}
-    is_streamed = engine.is_streamed(index)
     has_state = bool(scalars or planes.keys() - {MAIN_PLANE})
     if is_streamed and not has_state:
         for plane in schema.planes:
             dtype = get_codec(plane.codec).dtype
             planes[plane.name] = torch.zeros((), dtype=dtype).expand(binding.main.numel())
-    if not binding.keeps_main:
-        planes.pop(MAIN_PLANE, None)
-        if binding.main.numel():
-            planes[MAIN_PLANE] = binding.main.detach()
+    if not (binding.keeps_main and is_streamed):
+        planes.pop(MAIN_PLANE, None)  # there is none, or nothing in it
+    if not binding.keeps_main and binding.main.numel():
+        planes[MAIN_PLANE] = binding.main.detach()
     return {"has_state": has_state and is_streamed, "scalars": scalars, "planes": planes}
 
 

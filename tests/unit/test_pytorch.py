@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from gds_optimizer import runtime
 from gds_optimizer.config import StreamConfig
@@ -107,7 +113,7 @@ def test_fp16_and_fp64_parameters(state):
         twins.check()
     params = [torch.nn.Parameter(torch.ones(100, dtype=torch.float64)) for _ in range(2)]
     plain = adamw([params[0]])
-    with stream(adamw([params[1]]), twins.config) as streamed:
+    with stream(adamw([params[1]]), StreamConfig(directories=(state,))) as streamed:
         for optimizer in (plain, streamed):
             for param in params:
                 param.grad = torch.full_like(param, 0.3)
@@ -164,6 +170,47 @@ def test_gradients_that_are_not_contiguous(state):
         optimizer.step()
     assert same_bits(*params)
     optimizers[1].close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_in_another_memory_format(state, tmp_path, dtype, fused):
+    """Transposed and channels_last: their state is handed out in their format, and comes back."""
+    generator = torch.Generator().manual_seed(0)
+    first = [
+        torch.randn(30, 50, generator=generator).t(),
+        torch.randn(6, 5, 4, 3, generator=generator).to(memory_format=torch.channels_last),
+        torch.randn(1, 7, 3, 3, generator=generator).to(memory_format=torch.channels_last),
+    ]
+    params = [torch.nn.Parameter(value.to(dtype)) for value in first]
+    mains = [param.detach().float() for param in params]  # keeps the format
+    assert not any(each.is_contiguous() for each in [*params, *mains])
+    make = partial(adamw, fused=fused)
+    plain, streamed = make(mains), stream(make(params), StreamConfig(directories=(state,)))
+    for step in range(6):
+        for param, main in zip(params, mains, strict=True):
+            param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+            if step % 2:
+                param.grad = torch.empty_like(param).copy_(param.grad)
+            main.grad = torch.empty_like(main).copy_(param.grad)
+        plain.step()
+        streamed.step()
+        for param, main in zip(params, mains, strict=True):
+            assert same_bits(param, main.to(dtype))
+        if step == 2:
+            kept = saved(streamed, tmp_path / "state.pt")
+            streamed.load_state_dict(kept)
+    found, wanted = streamed.state_dict()["state"], plain.state_dict()["state"]
+    for index, main in enumerate(mains):
+        assert found[index]["exp_avg"].stride() == main.stride()
+        for key, value in wanted[index].items():
+            assert same_bits(found[index][key], value), key
+    assert "group0.param0 in the order (1, 0)" in streamed.engine.plan.bindings[0].name
+    with torch.no_grad():
+        params[0].data = params[0].contiguous()
+    with pytest.raises(UnsupportedError, match="another memory format"):
+        streamed.state_dict()
+    streamed.close()
 
 
 # ---------------------------------------------------------------------- the object that it was
@@ -296,18 +343,20 @@ def test_weights_that_are_loaded_later_count_once_they_are_reloaded(state):
 # ---------------------------------------------------------------------- refusals
 
 
-def sharded_parameter() -> torch.nn.Parameter:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
+@contextlib.contextmanager
+def lone_rank() -> Iterator[None]:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,))
-        return torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+        yield
     finally:
         dist.destroy_process_group()
+
+
+def fully_sharded() -> torch.nn.Parameter:
+    with lone_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        return next(fully_shard(torch.nn.Linear(4, 4), mesh=mesh).parameters())
 
 
 class Odd(torch.Tensor):
@@ -315,9 +364,10 @@ class Odd(torch.Tensor):
 
 
 REFUSED = {
-    "sharded": (sharded_parameter, "group0.param1 is sharded \\(DTensor\\)"),
+    "fsdp": (fully_sharded, "group0.param1 is sharded \\(DTensor\\)"),
     "subclass": (lambda: torch.ones(3).as_subclass(Odd), "subclass Odd"),
-    "transposed": (lambda: torch.nn.Parameter(torch.ones(3, 4).t()), "not contiguous"),
+    "gaps": (lambda: torch.nn.Parameter(torch.ones(3, 4)[:, :2]), "no dense piece of memory"),
+    "expanded": (lambda: torch.nn.Parameter(torch.ones(1).expand(3)), "no dense piece of memory"),
     "complex": (lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.cfloat)), "complex64"),
     "fp8": (lambda: torch.nn.Parameter(torch.ones(3).to(torch.float8_e5m2)), "float8"),
     "meta": (lambda: torch.nn.Parameter(torch.ones(3, device="meta")), "on meta"),
@@ -358,12 +408,22 @@ def test_optimizers_that_cannot_be_streamed(state):
     params = parameters(FP32, "cpu")
     with pytest.raises(UnsupportedError, match="LBFGS cannot step"):
         stream(torch.optim.LBFGS(params), config)
+    with pytest.raises(UnsupportedError, match=r"Adafactor .*(elementwise|unlike)"):
+        stream(torch.optim.Adafactor(params), config)
     with pytest.raises(UnsupportedError, match="differentiable"):
         stream(adamw(params, differentiable=True), config)
     with pytest.warns(UserWarning, match="duplicate"):
         twice = adamw([params[0], params[0]])
     with pytest.raises(UnsupportedError, match=r"group0.param0 is in the optimizer twice"):
         stream(twice, config)
+    with lone_rank():
+        wrapper = ZeroRedundancyOptimizer(params, optimizer_class=torch.optim.AdamW)
+        with pytest.raises(UnsupportedError, match=r"wraps another optimizer \(optim"):
+            stream(wrapper, config)
+    with pytest.raises(ConfigError, match="wanted StreamConfig"):
+        stream(adamw(params), state)
+    with pytest.raises(UnsupportedError, match="StepLR is no torch"):
+        stream(torch.optim.lr_scheduler.StepLR(adamw(params), 1), config)
     assert leftovers(state) == []
 
 
