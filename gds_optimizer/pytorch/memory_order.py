@@ -16,11 +16,12 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     Returns:
         None where elements overlap or leave gaps, so that there is no row of them.
     """
+    strides = tensor.stride()
     dims = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != 1]
-    order = sorted(dims, key=lambda dim: (-tensor.stride(dim), dim))
+    order = sorted(dims, key=lambda dim: (-strides[dim], dim))
     step = 1
     for dim in reversed(order):
-        if tensor.stride(dim) != step and tensor.numel():
+        if strides[dim] != step and tensor.numel():
             return None
         step *= tensor.shape[dim]
     return tuple(order)

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 _AMP_MARK = "_step_supports_amp_scaling"
 # What the original keeps to itself; everything else is an attribute of the shadow, too.
 _OWN = ("param_groups", "state", "step", "_streaming", "_opt_called", "grad_scale", "found_inf")
-
-O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - reads as "the optimizer's type"
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
@@ -321,7 +319,8 @@ def _put_back(target: Any, name: str, value: Any) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _streamed_class(base: type[torch.optim.Optimizer]) -> type[StreamedOptimizer]:
-    return type(f"Streamed{base.__name__}", (StreamedOptimizer, base), {"streamed_base": base})
+    made = type(f"Streamed{base.__name__}", (StreamedOptimizer, base), {"streamed_base": base})
+    return cast(type[StreamedOptimizer], made)
 
 
 def _shadow_of(
@@ -404,7 +403,7 @@ def _with_host_budget(config: StreamConfig, rank: int) -> StreamConfig:
 
 
 def stream(
-    optimizer: O,
+    optimizer: torch.optim.Optimizer,
     config: StreamConfig,
     *,
     model: torch.nn.Module | None = None,

@@ -14,7 +14,10 @@ import torch
 
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.pytorch import StreamedOptimizer, stream
-from tests.support.engines import SMALL_BUCKET_BYTES, same_bits
+from tests.support.engines import same_bits
+
+BUCKET_BYTES = 16 * 1024
+"""The smallest that holds a main and three moments."""
 
 SHAPES = ((3, 7), (), (64,), (40, 70), (17,), (0,), (5, 11, 13), (4097,), (8, 128))
 """Of parameters: some in one bucket, one in several, none aligned but by chance."""
@@ -82,7 +85,7 @@ class Twins:
                 self.give_gradients()
                 plain.step()
                 self.step_resident()
-        options.setdefault("bucket_size", SMALL_BUCKET_BYTES)
+        options.setdefault("bucket_size", BUCKET_BYTES)
         self.config = StreamConfig(directories=(directory,), **options)
         self.streamed: StreamedOptimizer = stream(plain, self.config)
         assert self.streamed is plain

@@ -28,8 +28,16 @@ from gds_optimizer.errors import (
 )
 from gds_optimizer.probe import decide_io_path
 from gds_optimizer.pytorch import StreamedOptimizer, stream
-from tests.support.engines import SMALL_BUCKET_BYTES, leftovers, open_files, same_bits
-from tests.support.plain_pytorch import FP32, MIXED, SHAPES, Twins, options_of, parameters
+from tests.support.engines import leftovers, open_files, same_bits
+from tests.support.plain_pytorch import (
+    BUCKET_BYTES,
+    FP32,
+    MIXED,
+    SHAPES,
+    Twins,
+    options_of,
+    parameters,
+)
 
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 sgd = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
@@ -464,7 +472,7 @@ def test_a_setup_that_fails_leaves_everything_as_it_was(state):
     before = open_files()
     # It is opened after the slots and the host memory were taken.
     config = StreamConfig(
-        directories=(state,), bucket_size=SMALL_BUCKET_BYTES, trace=state / "missing" / "trace"
+        directories=(state,), bucket_size=BUCKET_BYTES, trace=state / "missing" / "trace"
     )
     with pytest.raises(ConfigError, match="trace"):
         stream(optimizer, config)
@@ -540,7 +548,7 @@ def test_plain_and_streamed_load_each_other(state, tmp_path, make):
         of_plain = saved(first.resident, tmp_path / "plain.pt")
         of_streamed = saved(first.streamed, tmp_path / "streamed.pt")
     assert set(of_plain["state"]) == set(of_streamed["state"])
-    later = Twins(state, make, dtypes=FP32, in_groups=True, bucket_size=2 * SMALL_BUCKET_BYTES)
+    later = Twins(state, make, dtypes=FP32, in_groups=True, bucket_size=2 * BUCKET_BYTES)
     later.steps = first.steps
     with later.streamed, torch.no_grad():
         for mine, theirs in zip(later.params, first.params, strict=True):
