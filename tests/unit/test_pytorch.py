@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from gds_optimizer import runtime
 from gds_optimizer.config import StreamConfig
@@ -23,9 +22,11 @@ from gds_optimizer.errors import (
     ConfigError,
     EvictedReadError,
     SnapshotError,
+    StepFailedError,
     StoreLockedError,
     UnsupportedError,
 )
+from gds_optimizer.megatron.fused_adam import FusedAdamStandIn
 from gds_optimizer.probe import decide_io_path
 from gds_optimizer.pytorch import StreamedOptimizer, stream
 from tests.support.engines import leftovers, open_files, same_bits
@@ -53,6 +54,8 @@ OPTIMIZERS = {
     "sgd_nesterov": partial(sgd, nesterov=True, weight_decay=0.1),
     "sgd_plain": partial(torch.optim.SGD, lr=1e-2),
     "nadam": partial(torch.optim.NAdam, lr=1e-2),
+    # Counts its steps in the groups.
+    "fused_adam": partial(FusedAdamStandIn, lr=1e-2, weight_decay=0.1),
     "rmsprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5),
 }
 LOTS = 2**30
@@ -270,6 +273,17 @@ def test_a_model_trained_as_usual(state):
     optimizer.close()
 
 
+def test_a_scheduler_that_was_built_before_does_not_complain(state):
+    optimizer = adamw(parameters(FP32, "cpu"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    with stream(optimizer, StreamConfig(directories=(state,))), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            optimizer.step()
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-2 / 4
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtypes", [MIXED, FP32, (torch.float16, torch.float32)])
 def test_a_grad_scaler_unscales_and_skips(state, dtypes, fused):
@@ -424,6 +438,9 @@ def test_optimizers_that_cannot_be_streamed(state):
         twice = adamw([params[0], params[0]])
     with pytest.raises(UnsupportedError, match=r"group0.param0 is in the optimizer twice"):
         stream(twice, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
     with lone_rank():
         wrapper = ZeroRedundancyOptimizer(params, optimizer_class=torch.optim.AdamW)
         with pytest.raises(UnsupportedError, match=r"wraps another optimizer \(optim"):
@@ -495,6 +512,34 @@ def test_two_optimizers_share_directories_under_two_names(state):
         assert type(second) is torch.optim.AdamW
         with stream(second, config, name="opt1"):
             assert len(leftovers(state)) > 0
+    assert leftovers(state) == []
+
+
+def test_each_rank_has_a_directory_of_its_own(state, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with Twins(state, adamw, host_budget=0).streamed:
+        assert list(state.rglob("bucket*.bin"))
+        assert {path.relative_to(state).parts[:2] for path in state.rglob("bucket*.bin")} == {
+            ("rank00003", "opt0")
+        }
+
+
+def test_a_step_that_fails_is_the_last_one(state):
+    twins = Twins(state, adamw, host_budget=0)
+    optimizer = twins.streamed
+    twins.step()
+    for path in state.rglob("bucket*.bin"):
+        with path.open("r+b") as file:
+            file.write(b"somebody else")
+    twins.give_gradients()
+    for _ in range(2):
+        with pytest.raises(StepFailedError, match="not what was written"):
+            optimizer.step()
+    assert all(binding.main.grad is None for binding in optimizer.engine.plan.bindings)
+    assert all(param.grad is not None for param in twins.params)
+    with pytest.raises(StepFailedError):
+        optimizer.state_dict()
+    optimizer.close()
     assert leftovers(state) == []
 
 
