@@ -167,7 +167,7 @@ class StreamConfig:
     moment_dtype: str = "fp32"
     moment_rounding: str = "stochastic"
     hbm_budget: int = 0
-    host_budget: int | str = 0
+    host_budget: int | str = Default(0)
     main: str = "fp32"
     directory_weights: tuple[float, ...] = ()
     tune: str = "auto"
