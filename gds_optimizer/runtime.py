@@ -30,7 +30,9 @@ from gds_optimizer.slots import SlotPool
 from gds_optimizer.store import Store
 from gds_optimizer.tiers import Tiers, budget_hint
 from gds_optimizer.tracing import Tracer, trace_path
-from gds_optimizer.tuning import Tuning, bucket_advice, choose_shape, is_wanted, tune
+from gds_optimizer.tuning import is_wanted, tune
+from gds_optimizer.tuning_result import Tuning
+from gds_optimizer.tuning_shape import bucket_advice, choose_shape
 from gds_optimizer.written_out import lend_device_memory, take_device_memory
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,9 @@
-"""What is chosen by measuring at setup: path, threads and size of tasks, slots and bucket size.
+"""What is chosen by measuring at setup: path, threads and size of tasks.
 
 Scope: which of these is anybody's choice and which is measured, on which drives, once for all ranks
-of a machine, and what is said about it. `tuning_measure` measures, `tuning_cache` remembers.
-Anti-scope: nothing that is chosen here changes a result or takes more memory than the defaults;
-`bucket_advice` says where more memory would pay.
+of a machine. `tuning_measure` measures, `tuning_cache` remembers, `tuning_result` says what was
+chosen, and `tuning_shape` makes slots and bucket size of it. Anti-scope: nothing that is chosen
+here changes a result or takes more memory than the defaults.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +20,7 @@ from gds_optimizer.config import StreamConfig, parse_size
 from gds_optimizer.drive_speeds import MIN_STATE_BYTES, several_drives
 from gds_optimizer.errors import ConfigError, GdsOptimizerError
 from gds_optimizer.io import PAGE_BYTES, IoBackend, IoPath, make_backend
-from gds_optimizer.probing.report import PathTiming, ProbeReport
+from gds_optimizer.probing.report import ProbeReport
 from gds_optimizer.tuning_cache import TuningCache, drive_key
 from gds_optimizer.tuning_measure import (
     LIMIT_S,
@@ -33,6 +31,7 @@ from gds_optimizer.tuning_measure import (
     Point,
     measure_path,
 )
+from gds_optimizer.tuning_result import DriveTiming, Tuning, path_rates
 
 logger = logging.getLogger(__name__)
 
@@ -47,125 +46,10 @@ GRID = (
 )
 """The defaults first, then what may suit drives better; none pins more host memory than they do."""
 
-BUCKET_OVERHEAD = 0.05
-"""What part of a bucket's time may be spent on what does not depend on its size."""
-MANY_DRIVES = 3
-"""Drives for which three slots are too few to keep all of them busy."""
-VISIT_S = 0.001
-"""That the control loop and kernels' launches take for a bucket, about."""
-
 _THREADS_VARIABLES = ("KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS")
 _TASK_VARIABLE = "KVIKIO_TASK_SIZE"
 
 Make = Callable[[IoPath, Point], IoBackend]
-
-
-@dataclass(frozen=True, slots=True)
-class DriveTiming:
-    """What one drive gives by one path."""
-
-    directory: Path
-    io_path: IoPath
-    measurement: Measurement
-    is_cached: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """What was chosen, and from what.
-
-    Attributes:
-        io_path: the path that bytes take.
-        point: requests in flight and bytes of each.
-        timings: of every drive by every path that was timed; empty where nothing was.
-        why_not: why nothing was timed, in words; empty otherwise.
-        seconds: that it took, waiting for other ranks included.
-    """
-
-    io_path: IoPath
-    point: Point
-    timings: tuple[DriveTiming, ...] = ()
-    why_not: str = ""
-    seconds: float = 0.0
-
-    @property
-    def own(self) -> tuple[DriveTiming, ...]:
-        """Those of the path that was taken, one for each drive."""
-        return tuple(each for each in self.timings if each.io_path is self.io_path)
-
-    @property
-    def mixed(self) -> float:
-        """Bytes a second that all drives give, reading and writing at once; 0 if not timed."""
-        return sum(each.measurement.mixed for each in self.own)
-
-    @property
-    def is_half_duplex(self) -> bool | None:
-        """Whether every drive is; None where nothing was timed."""
-        return all(each.measurement.is_half_duplex for each in self.own) if self.own else None
-
-    def rates_by_device(self) -> dict[int, float]:
-        """Mixed rate of each drive by its number (`st_dev`), by the path that was taken."""
-        return {os.stat(each.directory).st_dev: each.measurement.mixed for each in self.own}
-
-    def path_timings(self) -> tuple[PathTiming, ...]:
-        """What was timed, as a probe reports it."""
-        return tuple(
-            PathTiming(
-                directory=each.directory,
-                io_path=each.io_path,
-                read_bytes_per_s=each.measurement.read,
-                write_bytes_per_s=each.measurement.write,
-                mixed_bytes_per_s=each.measurement.mixed,
-                half_duplex=each.measurement.is_half_duplex,
-                threads=each.measurement.best.threads,
-                task_bytes=each.measurement.best.task_bytes,
-                cached=each.is_cached,
-            )
-            for each in self.timings
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data: what was chosen, `why_not` anything was timed, and what was."""
-        return {
-            "io_path": self.io_path.value,
-            "threads": self.point.threads,
-            "task_bytes": self.point.task_bytes,
-            "half_duplex": self.is_half_duplex,
-            "why_not": self.why_not,
-            "timings": [each.to_dict() for each in self.path_timings()],
-        }
-
-    def describe(self) -> str:
-        """In one line: path, figures, threads, size of tasks, duplex, where from, how long."""
-        threads, task_bytes = self.point
-        parts = [f"{threads} threads", f"tasks of {task_bytes / MiB:g} MiB"]
-        if not self.timings:
-            return f"io path {self.io_path}, {', '.join(parts)}; not timed: {self.why_not}"
-        figures = [
-            f"{path} {rate / 1e9:.2f} GB/s" for path, rate in path_rates(self.timings).items()
-        ]
-        own = [each.measurement for each in self.own]
-        duplex = "half-duplex" if self.is_half_duplex else "not half-duplex"
-        alone = (
-            f"{duplex} (read {sum(m.read for m in own) / 1e9:.2f}, "
-            f"write {sum(m.write for m in own) / 1e9:.2f} GB/s alone)"
-        )
-        cached = sum(each.is_cached for each in self.timings)
-        source = "measured" if not cached else "from the cache"
-        if 0 < cached < len(self.timings):
-            source = "partly from the cache"
-        return (
-            f"io path {self.io_path} (read and written at once: {', '.join(figures)}), "
-            f"{', '.join(parts)}, {alone}; {source} in {self.seconds:.1f} s"
-        )
-
-
-def path_rates(timings: Sequence[DriveTiming]) -> dict[IoPath, float]:
-    """Mixed rate of each path over all drives, bytes a second."""
-    rates: dict[IoPath, float] = {}
-    for each in timings:
-        rates[each.io_path] = rates.get(each.io_path, 0.0) + each.measurement.mixed
-    return rates
 
 
 def is_wanted(config: StreamConfig, state_bytes: int) -> bool:
@@ -430,57 +314,3 @@ def time_report(report: ProbeReport, *, device: torch.device) -> tuple[ProbeRepo
     io_path, point = choose(timings, grids)
     tuning = Tuning(io_path, point, timings, seconds=time.perf_counter() - began)
     return report.with_timings(io_path, tuning.path_timings()), tuning
-
-
-def choose_shape(tuning: Tuning, config: StreamConfig) -> tuple[int, int]:
-    """Number of slots, and bytes of a bucket, within the memory that the configured ones take.
-
-    Each drive wants a transfer in flight while two more slots overlap with it; with one or two
-    drives three slots do that as well. More slots mean smaller buckets, down to where what a bucket
-    costs however small it is would show. Nothing changes where somebody chose either number, or
-    where moments are rounded: each bucket is rounded by itself, so that others would come out.
-    """
-    usual = config.slots, config.bucket_size
-    is_free = not config.is_given("slots") and not config.is_given("bucket_size")
-    if len(tuning.own) < MANY_DRIVES or not is_free or config.moment_dtype != "fp32":
-        return usual
-    slots = len(tuning.own) + 2
-    if slots <= config.slots:
-        return usual
-    bucket_bytes = config.slots * config.bucket_size // slots // MiB * MiB
-    return (slots, bucket_bytes) if bucket_bytes >= least_bucket_bytes(tuning) else usual
-
-
-def least_bucket_bytes(tuning: Tuning) -> float:
-    """What a bucket must have for its fixed cost to be a twentieth of its time, at most.
-
-    That cost is a page's round trip, and what the loop takes; its time, what the drives need to
-    read and to write it.
-    """
-    cost_s = VISIT_S + max(each.measurement.round_trip_s for each in tuning.own)
-    return cost_s / BUCKET_OVERHEAD * tuning.mixed / 2
-
-
-def bucket_advice(tuning: Tuning, config: StreamConfig) -> str:
-    """Where more slots or larger buckets would pay for their memory, in words; often empty.
-
-    Args:
-        tuning: what was measured.
-        config: with the slots and the bucket size that are used.
-    """
-    if not tuning.own:
-        return ""
-    advice = []
-    wanted_slots = len(tuning.own) + 2
-    if config.slots < wanted_slots and len(tuning.own) >= MANY_DRIVES:
-        advice.append(f"--stream-optimizer-state-slots {wanted_slots}")
-    wanted_bytes = least_bucket_bytes(tuning)
-    if config.bucket_size < wanted_bytes:
-        wanted_mib = -(-int(wanted_bytes) // (64 * MiB)) * 64
-        advice.append(f"--stream-optimizer-state-bucket-size {wanted_mib}MiB")
-    if not advice:
-        return ""
-    return (
-        f"the drives give {tuning.mixed / 1e9:.1f} GB/s: {' and '.join(advice)} would let a step "
-        "have more of it, for more device memory"
-    )

@@ -21,7 +21,7 @@ from gds_optimizer.room import check_room, free_bytes
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
 from gds_optimizer.telemetry import PHASES, PassClock, PassStats
-from gds_optimizer.tuning import Tuning
+from gds_optimizer.tuning_result import Tuning
 
 _SHARD_NUMEL = 2**24
 _LIMIT_BYTES = 4 * 2**30

@@ -19,7 +19,8 @@ from gds_optimizer.io import IoPath
 from gds_optimizer.plan import Binding
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
-from gds_optimizer.tuning import path_rates, tune
+from gds_optimizer.tuning import tune
+from gds_optimizer.tuning_result import path_rates
 from tests.gpu.test_io_gpu import why_cufile_does_not_work
 from tests.support import io_backends
 from tests.support.engines import grads_of, leftovers, same_bits

@@ -30,7 +30,7 @@ from gds_optimizer.io import IoPath, make_backend
 from gds_optimizer.plan import Binding
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
-from gds_optimizer.tuning import GRID, Tuning, bucket_advice, choose, choose_shape, grid_for, tune
+from gds_optimizer.tuning import GRID, choose, grid_for, tune
 from gds_optimizer.tuning_cache import TuningCache, TurnError, drive_key
 from gds_optimizer.tuning_measure import (
     Measurement,
@@ -39,6 +39,8 @@ from gds_optimizer.tuning_measure import (
     best_point,
     measure_path,
 )
+from gds_optimizer.tuning_result import DriveTiming, Tuning, path_rates
+from gds_optimizer.tuning_shape import bucket_advice, choose_shape
 from tests.support.engines import adamw, first_values, grads_of, in_child, leftovers, same_bits
 from tests.support.io_conformance import file_size_limit
 from tests.support.libcuda_stub import DriverStubUnavailableError, load_driver_stub
@@ -267,7 +269,7 @@ def test_the_faster_path_is_taken_not_the_preferred_one(in_memory):
     result = tuned(in_memory, IoPath.HOST, IoPath.POSIX, make=maker, io_threads=2)
     assert result.io_path is IoPath.POSIX
     assert {each.io_path for each in result.timings} == {IoPath.HOST, IoPath.POSIX}
-    figures = tuning.path_rates(result.timings)
+    figures = path_rates(result.timings)
     assert figures[IoPath.POSIX] > figures[IoPath.HOST] > 0
     line = result.describe()
     for path, rate in figures.items():
@@ -284,10 +286,10 @@ def test_the_faster_path_is_taken_not_the_preferred_one(in_memory):
     assert leftovers(in_memory) == []
 
 
-def timing(path: IoPath, name: str, rates: dict[Point, float]) -> tuning.DriveTiming:
+def timing(path: IoPath, name: str, rates: dict[Point, float]) -> DriveTiming:
     best = best_point(rates)
     found = measurement(points=rates, best=best, mixed=rates[best])
-    return tuning.DriveTiming(Path(name), path, found, False)
+    return DriveTiming(Path(name), path, found, False)
 
 
 def test_several_drives_share_a_path_and_a_point():
@@ -573,7 +575,7 @@ def test_a_rank_that_waits_for_too_long_takes_the_defaults(tmp_path, monkeypatch
 def drives_of(directory: Path, count: int, mixed: float) -> Tuning:
     """As if so many drives gave this much together."""
     found = measurement(mixed=mixed / count)
-    timing = tuning.DriveTiming(directory, IoPath.HOST, found, False)
+    timing = DriveTiming(directory, IoPath.HOST, found, False)
     return Tuning(IoPath.HOST, A_POINT, (timing,) * count)
 
 
