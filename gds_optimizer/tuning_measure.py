@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gds_optimizer.duplex import is_half_duplex
 from gds_optimizer.errors import GdsOptimizerError
 from gds_optimizer.io import PAGE_BYTES, BucketFile, IoBackend, Transfer
 from gds_optimizer.slots import SlotPool
@@ -27,7 +28,6 @@ LIMIT_S = 5.0
 TRANSFERS = 6
 """In flight, and parts of the scratch file."""
 TRANSFER_BYTES = 64 * 2**20
-HALF_DUPLEX_FACTOR = 1.25
 NOTICEABLE = 1.1
 """What a point must beat the first one by, since two measurements of one drive differ."""
 
@@ -76,17 +76,8 @@ class Measurement:
 
     @property
     def is_half_duplex(self) -> bool:
-        """Whether both at once move at most a quarter more than one after the other would.
-
-        A drive that does both at full speed moves `2 * min(read, write)`; one that shares its time
-        between them moves `in_turns`, which is far below `max(read, write)` where one is slower.
-        """
-        return self.mixed <= HALF_DUPLEX_FACTOR * self.in_turns
-
-    @property
-    def in_turns(self) -> float:
-        """The rate at which as many bytes are read as written, first the ones, then the others."""
-        return 2 / (1 / self.read + 1 / self.write)
+        """Whether both at once are hardly faster than one after the other: see `duplex`."""
+        return is_half_duplex(self.read, self.write, self.mixed)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data, for `from_dict`."""

@@ -1,8 +1,8 @@
 """What the drives give: a plain loop of direct reads and writes that knows nothing of the engine.
 
 Host memory, O_DIRECT, a few threads; the best of a small grid of request sizes and thread counts,
-over files as large as the state where there is room. It shares no code with what is measured
-against it.
+over files as large as the state where there is room. Nothing that moves bytes is shared with what
+is measured against it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gds_optimizer.duplex import is_half_duplex
+
 PAGE_BYTES = 4096
 TASK_BYTES = (4 * 2**20, 16 * 2**20)
 THREADS = (8, 16, 32)
-HALF_DUPLEX_FACTOR = 1.15
 _FILE_BYTES = 64 * 2**20
 _KEPT_POINTS = 2
 _SAME_SHARE = 0.02
@@ -56,12 +57,14 @@ class Limit:
 
     @property
     def is_half_duplex(self) -> bool:
-        """Whether reading and writing at once moves hardly more than the better of the two alone.
+        """Whether both at once are hardly faster than one after the other: see `duplex`.
 
         The drives then take turns, so that a step gains nothing from reading and writing at the
         same time: only compute hides behind them, and fewer bytes are what helps.
         """
-        return self.mixed <= HALF_DUPLEX_FACTOR * max(self.read, self.write)
+        if not self.mixed:
+            return True
+        return is_half_duplex(self.read, self.write, self.mixed, self.read_share)
 
 
 class LimitFiles:

@@ -197,9 +197,10 @@ def test_a_wrong_count_is_a_usage_error(tmp_path, numel):
     ("read", "write", "mixed", "half_duplex"),
     [
         (1.8, 2.9, 2.2, True),  # as measured on a virtual disk
-        (2.0, 2.0, 2.3, True),
-        (2.0, 2.0, 2.31, False),
+        (2.0, 2.0, 2.49, True),
+        (2.0, 2.0, 2.51, False),
         (7.0, 5.0, 9.0, False),
+        (6.0, 2.0, 4.0, False),  # all that the writes allow, though less than reads alone
     ],
 )
 def test_drives_that_take_turns_are_told(result, read, write, mixed, half_duplex):

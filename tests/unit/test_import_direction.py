@@ -16,7 +16,7 @@ PACKAGE = Path(gds_optimizer.__file__).parent
 # share a line may not import each other. A new module is placed here on purpose.
 ORDER = (
     ("errors",),
-    ("command", "room"),
+    ("command", "duplex", "room"),
     ("io.base",),
     ("config",),
     ("tracing",),
