@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gds_optimizer.drive_speeds import CACHE_DAYS, drive_identity
 from gds_optimizer.errors import GdsOptimizerError
 from gds_optimizer.probing.child import fs_magic
 
 CACHE_VERSION = 1
+CACHE_DAYS = 30
 WAIT_S = 120.0
 """How long another process may take to measure a drive before its turn is given up."""
 
@@ -49,7 +49,17 @@ def drive_key(directory: Path) -> str:
             serial = (place.resolve() / name).read_text().strip()
         if serial:
             break
-    return f"{drive_identity(device)}:{serial or platform.node()}:{fs_magic(str(directory))}"
+    return f"{_drive_identity(device)}:{serial or platform.node()}:{fs_magic(str(directory))}"
+
+
+def _drive_identity(device: int) -> str:
+    """A file system's device number, and the model of its drive where the kernel tells it."""
+    numbers = f"{os.major(device)}:{os.minor(device)}"
+    place = Path("/sys/dev/block", numbers)
+    for name in ("device/model", "../device/model"):  # of a whole disk, or of a partition's
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return f"{numbers}:{(place.resolve() / name).read_text().strip()}"
+    return numbers
 
 
 class TuningCache:

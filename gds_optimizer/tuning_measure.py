@@ -144,14 +144,14 @@ def measure_path(
         return time.perf_counter() - began > share * limit_s
 
     with contextlib.ExitStack() as stack:
-        path = stack.enter_context(_scratch(directory, TRANSFERS * size))
+        path = stack.enter_context(scratch_file(directory, TRANSFERS * size))
         holder = make(points[0])  # cuFile's registration of buffers holds for all of a process
         stack.callback(holder.close)
         pool = SlotPool(TRANSFERS, size, holder)
         stack.callback(pool.close)
         buffers = [slot.buffer for slot in pool.slots]
         _fill(buffers)
-        with _open(holder, path) as file:
+        with opened(holder, path) as file:
             for number, buffer in enumerate(buffers):  # fresh blocks are slower, and only once
                 file.write(buffer, number * size).wait(_TIMEOUT_S)
                 if used():
@@ -162,7 +162,7 @@ def measure_path(
         rates: dict[Point, float] = {}
 
         def try_point(point: Point) -> None:
-            with contextlib.closing(make(point)) as backend, _open(backend, path) as file:
+            with contextlib.closing(make(point)) as backend, opened(backend, path) as file:
                 _rate(file, buffers, "mixed", 0.0)  # threads start, memory is pinned
                 rate = _rate(file, buffers, "mixed", _POINT_S)
                 rates[point] = max(rate, rates.get(point, 0.0))
@@ -175,7 +175,7 @@ def measure_path(
                 if not used(_GRID_SHARE):
                     try_point(point)
         best = best_point(rates)
-        with contextlib.closing(make(best)) as backend, _open(backend, path) as file:
+        with contextlib.closing(make(best)) as backend, opened(backend, path) as file:
             found = dict.fromkeys(("read", "write", "mixed"), 0.0)
             _rate(file, buffers, "mixed", 0.0)
             for _ in range(3):  # in turn, since a drive has good and bad moments
@@ -194,7 +194,7 @@ def measure_path(
 
 
 @contextlib.contextmanager
-def _scratch(directory: Path, nbytes: int) -> Iterator[Path]:
+def scratch_file(directory: Path, nbytes: int) -> Iterator[Path]:
     """A file whose blocks are allocated; what a killed process has left goes as well."""
     for old in directory.glob(f"{_PREFIX}*.bin"):
         with contextlib.suppress(OSError):
@@ -216,7 +216,8 @@ def _scratch(directory: Path, nbytes: int) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _open(backend: IoBackend, path: Path) -> Iterator[BucketFile]:
+def opened(backend: IoBackend, path: Path) -> Iterator[BucketFile]:
+    """A file that is closed again, and not before transfers of it have ended."""
     file = backend.open(path)
     try:
         yield file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
+import math
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,7 @@ import pytest
 from gds_optimizer import drive_speeds
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.drive_speeds import (
-    CACHE_DAYS,
     MIN_STATE_BYTES,
-    SpeedCache,
     directory_speeds,
     measure_mixed_rate,
 )
@@ -31,10 +29,11 @@ def backend():
         yield made
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> SpeedCache:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return SpeedCache()
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path, monkeypatch) -> Path:
+    home = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    return home
 
 
 @pytest.fixture
@@ -68,6 +67,7 @@ def measured(monkeypatch, roots):
 
     monkeypatch.setattr(drive_speeds, "measure_mixed_rate", measure)
     monkeypatch.setattr(drive_speeds, "os", Stat())
+    monkeypatch.setattr(drive_speeds, "drive_key", lambda directory: f"drive {devices[directory]}")
     return asked
 
 
@@ -84,16 +84,25 @@ def test_too_little_room_leaves_nothing(tmp_path, backend):
         assert leftovers(small) == ["lost+found"]
 
 
-def test_speeds_of_drives_are_shared_and_remembered(measured, roots, cache, backend):
+def test_speeds_of_drives_are_shared_and_remembered(measured, roots, backend):
     config = StreamConfig(directories=roots)
     assert directory_speeds(config, backend, LARGE) == (1.5e9, 1.5e9, 1e9)
     assert measured == [roots[0], roots[2]]
     assert directory_speeds(config, backend, LARGE) == (1.5e9, 1.5e9, 1e9)
     assert len(measured) == 2
-    assert json.loads(cache.path.read_text())["version"] == 1
 
 
-def test_what_is_not_measured(measured, roots, cache, backend):
+@pytest.mark.parametrize("value", [{}, {"mixed": "fast"}, {"mixed": -1.0}, {"mixed": math.inf}])
+def test_what_is_no_rate_is_measured_again(measured, roots, backend, cache_home, value):
+    config = StreamConfig(directories=roots)
+    directory_speeds(config, backend, LARGE)
+    for path in cache_home.rglob("*.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "value": value}))
+    assert directory_speeds(config, backend, LARGE) == (1.5e9, 1.5e9, 1e9)
+    assert measured == [roots[0], roots[2]] * 2
+
+
+def test_what_is_not_measured(measured, roots, backend, cache_home):
     given = StreamConfig(directories=roots, directory_weights=(1, 2, 4))
     assert directory_speeds(given, backend, LARGE) == (1, 2, 4)
     small = StreamConfig(directories=roots)
@@ -101,57 +110,13 @@ def test_what_is_not_measured(measured, roots, cache, backend):
     one_drive = StreamConfig(directories=roots[:2])
     assert directory_speeds(one_drive, backend, LARGE) == (1, 1)
     assert measured == []
-    assert not cache.path.exists()
+    assert not cache_home.exists()
 
 
-def test_a_measurement_that_fails_is_no_failure(
-    measured, roots, cache, backend, monkeypatch, caplog
-):
+def test_a_measurement_that_fails_is_no_failure(measured, roots, backend, monkeypatch, caplog):
     def fail(directory, backend):
         raise IoError(directory, "write", file_offset=0, wanted_bytes=1, got="an error")
 
     monkeypatch.setattr(drive_speeds, "measure_mixed_rate", fail)
     assert directory_speeds(StreamConfig(directories=roots), backend, LARGE) == (1, 1, 1)
     assert "could not be measured" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "\0\xff",
-        '{"version": 99, "drives": {"k": {"mixed": 1.0, "at": 1.0}}}',
-        '{"version": 1, "drives": []}',
-        '{"version": 1, "drives": {"k": 3}}',
-        '{"version": 1, "drives": {"k": {"mixed": "fast", "at": 1.0}}}',
-        '{"version": 1, "drives": {"k": {"mixed": -1.0, "at": 1.0}}}',
-    ],
-)
-def test_a_damaged_cache_counts_as_empty(cache, text):
-    cache.path.parent.mkdir(parents=True)
-    cache.path.write_text(text)
-    assert cache.get("k") is None
-    cache.put("k", 5.0)
-    assert cache.get("k") == 5.0
-    assert leftovers(cache.path.parent) == ["drives.json"]
-
-
-def test_what_is_old_or_of_the_future_is_measured_again(cache, monkeypatch):
-    cache.put("k", 5.0)
-    now = time.time()
-    for age_s, wanted in (
-        (CACHE_DAYS * 86_400 - 60, 5.0),
-        (CACHE_DAYS * 86_400 + 60, None),
-        (-3600, None),
-    ):
-        monkeypatch.setattr(drive_speeds.time, "time", lambda age_s=age_s: now + age_s)
-        assert cache.get("k") == wanted
-
-
-def test_a_cache_that_cannot_be_written_is_left_alone(tmp_path):
-    (tmp_path / "file").write_text("")
-    cache = SpeedCache(tmp_path / "file" / "drives.json")
-    cache.put("k", 5.0)
-    assert cache.get("k") is None

@@ -23,7 +23,7 @@ import torch
 from gds_optimizer import runtime as runtime_module
 from gds_optimizer import tuning, tuning_cache, tuning_measure
 from gds_optimizer.config import StreamConfig, add_arguments
-from gds_optimizer.drive_speeds import CACHE_DAYS, MIN_STATE_BYTES
+from gds_optimizer.drive_speeds import MIN_STATE_BYTES
 from gds_optimizer.errors import ConfigError, IoError
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.io import IoPath, make_backend
@@ -31,7 +31,7 @@ from gds_optimizer.plan import Binding
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
 from gds_optimizer.tuning import GRID, choose, grid_for, tune
-from gds_optimizer.tuning_cache import TuningCache, TurnError, drive_key
+from gds_optimizer.tuning_cache import CACHE_DAYS, TuningCache, TurnError, drive_key
 from gds_optimizer.tuning_measure import (
     Measurement,
     Point,
