@@ -8,6 +8,7 @@ Imports neither torch nor anything that does: `--help` does not wait for it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -57,6 +58,9 @@ def exit_status(program: str, action: Callable[[], int]) -> int:
         What `action` returns; 2 for a wrong setting, 3 for an I/O path that is not to be had, 1 for
         any other failure of ours or of the system, 130 after an interrupt.
     """
+    # A process may be started without them: then Python has none.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         status = action()
         sys.stdout.flush()
@@ -73,10 +77,15 @@ def exit_status(program: str, action: Callable[[], int]) -> int:
         _complain(program, error)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        sys.stderr.write(f"{program}: interrupted\n")
+        _say(f"{program}: interrupted")
         return EXIT_INTERRUPTED
     return status
 
 
 def _complain(program: str, error: Exception) -> None:
-    sys.stderr.write(f"{program}: error: {error}\n")
+    _say(f"{program}: error: {error}")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it: the status tells
+        sys.stderr.write(f"{line}\n")

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,3 +100,36 @@ def test_an_interrupt_is_said(capsys):
     assert command.exit_status("program", interrupt) == 130
     assert capsys.readouterr().err == "program: interrupted\n"
     assert command.exit_status("program", lambda: 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "given", "status"), [(1, "--numel 1e9", 0), (2, "--numel 1e9 --slots 99", 2)]
+)
+def test_a_process_without_standard_streams(descriptor, given, status):
+    """As some daemons start theirs: Python has no object for what is closed."""
+    program = [sys.executable, "-m", "gds_optimizer.cli", "plan", *given.split()]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {descriptor}>&-', "sh", *program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed pipe", "full disk"])
+def test_an_error_that_nobody_reads_has_its_status(monkeypatch, is_closed):
+    def fail() -> int:
+        raise ConfigError("it is wrong")
+
+    where: Any = "/dev/full"
+    if is_closed:
+        reading, where = os.pipe()
+        os.close(reading)
+    found = []
+    # A line that could not be written is tried again on closing.
+    with contextlib.suppress(OSError), open(where, "w", 1) as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        found.append(command.exit_status("program", fail))
+    assert found == [2]
