@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from gds_optimizer.errors import ConfigError, GdsOptimizerError, IoPathError
 
@@ -80,6 +81,18 @@ def exit_status(program: str, action: Callable[[], int]) -> int:
         _say(f"{program}: interrupted")
         return EXIT_INTERRUPTED
     return status
+
+
+def file_to_write(text: str) -> Path:
+    """A file that can be made, which is known before what is to be in it has taken its time.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a directory, or would be in none.
+    """
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"wanted a file in an existing directory, got {text!r}")
+    return path
 
 
 def _complain(program: str, error: Exception) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from gds_optimizer.bench.steps import check_room_for_files, device_named, timed
-from gds_optimizer.command import count, exit_status
+from gds_optimizer.command import count, exit_status, file_to_write
 from gds_optimizer.config import StreamConfig, parse_size
 from gds_optimizer.errors import ConfigError
 from gds_optimizer.evicted import evicted_like
@@ -298,7 +298,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--slots", type=count, default=3)
     parser.add_argument("--io", default="auto")
     parser.add_argument("--device", help="cuda or cpu (default: a GPU if there is one)")
-    parser.add_argument("--profile", type=Path, help="a file for cProfile's statistics of a step")
+    parser.add_argument(
+        "--profile", type=file_to_write, help="a file for cProfile's statistics of a step"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     return exit_status(parser.prog, lambda: _run(arguments))

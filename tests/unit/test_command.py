@@ -70,6 +70,17 @@ def test_wrong_settings_of_the_precision_benchmark(tmp_path, capsys, option, val
     assert f"{option}: wanted " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("module", "option"), [(peers, "--output"), (gds_check, "--output"), (shards, "--profile")]
+)
+def test_where_a_file_cannot_be_is_known_before_it_is_made(tmp_path, capsys, module, option):
+    for place in (tmp_path, tmp_path / "missing" / "file"):
+        with pytest.raises(SystemExit) as stopped:
+            module.main(arguments(module, tmp_path, option, str(place)))
+        assert stopped.value.code == 2
+        assert f"argument {option}: wanted a file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
 def test_what_is_no_duration(text):
     with pytest.raises(argparse.ArgumentTypeError, match="wanted seconds, more than 0"):
