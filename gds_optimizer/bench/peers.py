@@ -271,8 +271,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.dir.is_dir():
         raise ConfigError(f"--dir: {arguments.dir} is not a directory: create it")
     peers = [name for name in arguments.peers if name]
-    # `timeout` and job schedulers ask that way: scratch files and control groups are to go.
-    signal.signal(signal.SIGTERM, lambda *unused: sys.exit(128 + signal.SIGTERM))
     found = compare(
         arguments.dir.absolute(),
         numel=arguments.numel,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,48 @@ def test_an_error_that_nobody_reads_has_its_status(monkeypatch, is_closed):
         monkeypatch.setattr(sys, "stderr", stream)
         found.append(command.exit_status("program", fail))
     assert found == [2]
+
+
+TERMINATED = """
+import signal, sys, time
+from pathlib import Path
+from gds_optimizer.command import exit_status
+
+def action():
+    Path(sys.argv[1]).touch()
+    try:
+        print("here", flush=True)
+        time.sleep(600)
+    finally:
+        Path(sys.argv[1]).unlink()
+
+sys.exit(exit_status("program", action))
+"""
+
+
+def test_what_a_job_scheduler_ends_leaves_nothing(tmp_path):
+    program = subprocess.Popen(
+        [sys.executable, "-c", TERMINATED, str(tmp_path / "scratch")], stdout=subprocess.PIPE
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == b"here\n"
+    program.terminate()
+    program.communicate(timeout=60)
+    assert program.returncode == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_how_a_program_deals_with_sigterm_is_its_own():
+    def handler() -> object:
+        return signal.getsignal(signal.SIGTERM)
+
+    found = []
+    assert command.exit_status("program", lambda: found.append(handler()) or 0) == 0
+    assert found[0] is not signal.SIG_DFL
+    assert handler() is signal.SIG_DFL
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert command.exit_status("program", lambda: found.append(handler()) or 0) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert found[1] is signal.SIG_IGN
