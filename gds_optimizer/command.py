@@ -8,9 +8,13 @@ Imports neither torch nor anything that does: `--help` does not wait for it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from gds_optimizer.errors import ConfigError, GdsOptimizerError, IoPathError
 
@@ -58,9 +62,16 @@ def exit_status(program: str, action: Callable[[], int]) -> int:
     Returns:
         What `action` returns; 2 for a wrong setting, 3 for an I/O path that is not to be had, 1 for
         any other failure of ours or of the system, 130 after an interrupt.
+
+    Raises:
+        SystemExit: with 143, after SIGTERM.
     """
+    # A process may be started without them: then Python has none.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
-        status = action()
+        with _ended_by_exit():
+            status = action()
         sys.stdout.flush()
     except GdsOptimizerError as error:
         _complain(program, error)
@@ -75,10 +86,44 @@ def exit_status(program: str, action: Callable[[], int]) -> int:
         _complain(program, error)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        sys.stderr.write(f"{program}: interrupted\n")
+        _say(f"{program}: interrupted")
         return EXIT_INTERRUPTED
     return status
 
 
+def file_to_write(text: str) -> Path:
+    """A file that can be made, which is known before what is to be in it has taken its time.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a directory, or would be in none.
+    """
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"wanted a file in an existing directory, got {text!r}")
+    return path
+
+
+@contextlib.contextmanager
+def _ended_by_exit() -> Iterator[None]:
+    """SIGTERM ends what is inside as an exception would: scratch files are to go.
+
+    `timeout` and job schedulers ask that way. Somebody else's way of dealing with it stays.
+    """
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _complain(program: str, error: Exception) -> None:
-    sys.stderr.write(f"{program}: error: {error}\n")
+    _say(f"{program}: error: {error}")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it: the status tells
+        sys.stderr.write(f"{line}\n")

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gds_optimizer.config import StreamConfig
-from gds_optimizer.errors import GdsOptimizerError
 from gds_optimizer.io import IoBackend
 from gds_optimizer.slots import SlotPool
 from gds_optimizer.spread import equal_speeds
 from gds_optimizer.tuning_cache import TuningCache, drive_key
-from gds_optimizer.tuning_measure import opened, scratch_file
+from gds_optimizer.tuning_measure import MEASURING_FAILED, MOST_RATE, opened, scratch_file
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +97,7 @@ def directory_speeds(
             continue
         try:
             rates[device] = _remembered_rate(directory, backend)
-        except (OSError, GdsOptimizerError) as error:
+        except MEASURING_FAILED as error:
             logger.warning(
                 "the speed of %s could not be measured (%s): every directory gets the same "
                 "share; --stream-optimizer-state-dir-weights says otherwise",
@@ -124,7 +122,7 @@ def _remembered_rate(directory: Path, backend: IoBackend) -> float:
     cache = TuningCache()
     key = f"{drive_key(directory)}:{backend.io_path}:mixed rate"
     known = (cache.get(key) or {}).get("mixed")
-    if isinstance(known, int | float) and 0 < known < math.inf:
+    if isinstance(known, int | float) and 0 < known <= MOST_RATE:
         return float(known)
     rate = measure_mixed_rate(directory, backend)
     cache.put(key, {"mixed": rate})

@@ -128,9 +128,13 @@ class Engine(Passes):
         """
         self._begin_step()
         self._check_not_loading()
+        self._check_slots()
+        _, unknown = self._merger.groups()
+        if unknown:
+            raise late_parameters(unknown)
+        self._scalars.check_planes_streamed()
         if not self.halves.buckets:
             return
-        self._check_slots()
         with_gradient = {
             index
             for index, binding in enumerate(self.plan.bindings)

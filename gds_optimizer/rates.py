@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Rates:
             if value is None and name != "ratio_to_limit":
                 continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 < value < math.inf:
+            if not is_number or not 0 < value <= sys.float_info.max:
                 raise ConfigError(f"{name} is {value!r}, wanted a number of more than 0")
 
     @classmethod
@@ -82,7 +82,7 @@ class Rates:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"{path} is not what `gds-optimizer bench --json` prints ({error!r}): name a file "
                 "with its output"

@@ -28,6 +28,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 class _Marks:
     """What tells whether scalars were touched: the objects themselves, and versions of tensors."""
 
+    keys: list[torch.Tensor]
     states: list[Any]
     names: list[str]
     values: list[Any]
@@ -35,7 +36,8 @@ class _Marks:
 
     def are(self, other: _Marks) -> bool:
         return (
-            _are_the_same(self.states, other.states)
+            self.keys is other.keys  # else states may have changed places
+            and _are_the_same(self.states, other.states)
             and self.names == other.names
             and _are_the_same(self.values, other.values)
             and self.versions == other.versions
@@ -110,6 +112,8 @@ class Scalars:
         self._checked: list[Any] = []  # states without planes
         self._cohort_of: dict[int, _Cohort] = {}  # by member
         self._left: list[Any] = []  # states, as the last commit has left them
+        self._left_keys: list[torch.Tensor] | None = None  # and where
+        self._has_others = True  # whether the optimizer has state of other parameters, or not all
         self._plane_names = {
             id(schema): tuple(plane.name for plane in schema.planes) for schema in plan.schemas
         }
@@ -200,7 +204,8 @@ class Scalars:
         As long as the same bindings share theirs and nobody has replaced one, the tensors stay the
         same and get new values, as an optimizer with resident state does it.
         """
-        if not _are_the_same(self._states(), self._left):
+        states = self._states()
+        if self._left_keys is not self._keys or not _are_the_same(states, self._left):
             self._forget_cohorts()  # somebody has put other states in their place
         for members, values in scalars:
             if not members:
@@ -209,10 +214,11 @@ class Scalars:
             if known is None or not known.set(members, values):
                 self._start_cohort(members, values)
         self._left = self._states()
+        self._left_keys = self._keys
 
     def _forget_cohorts(self) -> None:
         self._cohort_of.clear()
-        self._left = []
+        self._left, self._left_keys = [], None
 
     def _start_cohort(self, members: list[int], values: dict[str, Any]) -> None:
         """Give bindings states of their own with the same values."""
@@ -345,12 +351,13 @@ class Scalars:
 
     def _marks(self) -> _Marks:
         states = [each for each in self._states() if each is not None]
+        keys = self._keys
         values = list(chain.from_iterable(map(dict.values, states)))
         if set(map(type, values)) == {torch.Tensor}:
             versions = list(map(_VERSION, values))
         else:
             versions = [v._version if isinstance(v, torch.Tensor) else 0 for v in values]
-        return _Marks(states, list(chain.from_iterable(states)), values, versions)
+        return _Marks(keys, states, list(chain.from_iterable(states)), values, versions)
 
     def _states(self) -> list[Any]:
         """The optimizer's states of the streamed bindings, in any order; None for missing ones."""
@@ -358,10 +365,9 @@ class Scalars:
         # Where it has these and no others: looking up 20,000 tensors takes longer.
         keys = list(state)
         if not _are_the_same(keys, self._keys):
-            if set(map(id, keys)) != set(map(id, self._mains)):
-                return list(map(state.get, self._mains))
             self._keys = keys
-        return list(state.values())
+            self._has_others = set(map(id, keys)) != set(map(id, self._mains))
+        return list(map(state.get, self._mains)) if self._has_others else list(state.values())
 
     def state_for(
         self, index: int, where: slice, planes: dict[str, torch.Tensor]

@@ -24,11 +24,13 @@ from gds_optimizer.probing.report import ProbeReport
 from gds_optimizer.tuning_cache import TuningCache, drive_key
 from gds_optimizer.tuning_measure import (
     LIMIT_S,
+    MEASURING_FAILED,
     NOTICEABLE,
     TRANSFER_BYTES,
     TRANSFERS,
     Measurement,
     Point,
+    TuningError,
     measure_path,
 )
 from gds_optimizer.tuning_result import DriveTiming, Tuning, path_rates
@@ -244,11 +246,13 @@ def time_paths(
                         memory_bytes=memory_bytes,
                         limit_s=limit_s,
                     )
-                except (OSError, GdsOptimizerError) as error:
+                except MEASURING_FAILED as error:
                     failed[io_path] = error
-                    if len(failed) == len(grids):
+                    if len(failed) < len(grids):
+                        continue
+                    if isinstance(error, OSError | GdsOptimizerError):
                         raise
-                    continue
+                    raise TuningError(f"{type(error).__name__}: {error}") from error
                 if not is_cached:
                     cache.put(name, found.to_dict())
                 timings.append(DriveTiming(directory, io_path, found, is_cached))

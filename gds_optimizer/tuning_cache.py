@@ -28,6 +28,7 @@ WAIT_S = 120.0
 """How long another process may take to measure a drive before its turn is given up."""
 
 _POLL_S = 0.05
+_MOST_BYTES = 2**20
 
 
 class TurnError(GdsOptimizerError):
@@ -78,15 +79,16 @@ class TuningCache:
 
     def get(self, key: str) -> dict[str, Any] | None:
         try:
-            data = json.loads(self._path(key, "json").read_bytes())
-        except (OSError, ValueError):
+            data = json.loads(_read(self._path(key, "json")))
+        except (OSError, ValueError, RecursionError):
             return None
         if not isinstance(data, dict) or data.get("version") != CACHE_VERSION:
             return None
         at_s, value = data.get("at"), data.get("value")
         if data.get("key") != key or not isinstance(at_s, int | float):
             return None
-        is_fresh = 0 <= time.time() - at_s < CACHE_DAYS * 86_400
+        now_s = time.time()
+        is_fresh = now_s - CACHE_DAYS * 86_400 < at_s <= now_s
         return value if is_fresh and isinstance(value, dict) else None
 
     def put(self, key: str, value: dict[str, Any]) -> None:
@@ -130,10 +132,18 @@ class TuningCache:
         return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.{ending}"
 
 
+def _read(path: Path) -> bytes:
+    """A small file; what else there may be, a pipe or gigabytes, is neither waited for nor read."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        return file.read(_MOST_BYTES)
+
+
 def _own_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    usual = Path(base, "gds-optimizer", "tuning")
-    with contextlib.suppress(OSError):
+    usual = None
+    # Containers run under numbers that no list of users has: they have no home.
+    with contextlib.suppress(OSError, RuntimeError):
+        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        usual = Path(base, "gds-optimizer", "tuning")
         usual.mkdir(parents=True, exist_ok=True)
         if os.access(usual, os.W_OK | os.X_OK):
             return usual
@@ -141,5 +151,7 @@ def _own_directory() -> Path:
     other.mkdir(mode=0o700, exist_ok=True)
     # Anybody may make things there.
     if other.is_symlink() or other.stat().st_uid != os.getuid():
-        raise PermissionError(f"{other} is somebody else's, and {usual} cannot be written")
+        raise PermissionError(
+            f"{other} is somebody else's, and {usual or 'a home directory'} cannot be written"
+        )
     return other

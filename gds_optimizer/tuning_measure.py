@@ -30,11 +30,16 @@ TRANSFERS = 6
 TRANSFER_BYTES = 64 * 2**20
 NOTICEABLE = 1.1
 """What a point must beat the first one by, since two measurements of one drive differ."""
+MOST_RATE = 1e14
+"""Bytes a second, more than any drive moves."""
+MEASURING_FAILED = (OSError, MemoryError, RuntimeError, GdsOptimizerError)
+"""What a measurement raises that goes wrong; torch raises a RuntimeError for a device."""
 
 _POINT_S = 0.2
 _GRID_SHARE = 0.6
 _TIMEOUT_S = 30.0
 _POLL_S = 0.0002
+_MOST_S = 3600.0
 _PREFIX = ".gds-optimizer-tuning-"
 _LATENCY_TRIES = 7
 
@@ -96,8 +101,11 @@ class Measurement:
             best = Point(*map(int, data["best"]))
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
-        rates = [*points.values(), *numbers.values()]
-        if best not in points or not all(0 < rate < float("inf") for rate in rates):
+        rates = [*points.values(), *(numbers[name] for name in ("read", "write", "mixed"))]
+        durations = [numbers["round_trip_s"], numbers["seconds"]]
+        if best not in points or not all(1 <= rate <= MOST_RATE for rate in rates):
+            return None
+        if not all(0 < each <= _MOST_S for each in durations):
             return None
         return cls(points=points, best=best, **numbers)
 
@@ -223,7 +231,8 @@ def opened(backend: IoBackend, path: Path) -> Iterator[BucketFile]:
         yield file
     finally:
         file.quiesce(_TIMEOUT_S)
-        file.close()
+        with contextlib.suppress(RuntimeError):  # what does not end is on its way up already
+            file.close()
 
 
 def _fill(buffers: Sequence[torch.Tensor]) -> None:

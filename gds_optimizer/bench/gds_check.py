@@ -18,7 +18,7 @@ import torch
 
 from gds_optimizer.bench.ranks import Settings, paths_to_text, run_paths
 from gds_optimizer.bench.steps import BenchResult
-from gds_optimizer.command import count, exit_status
+from gds_optimizer.command import count, exit_status, file_to_write
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.probe import Severity, probe_directories
 from gds_optimizer.probing.system import System
@@ -110,16 +110,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR")
     parser.add_argument("--numel", type=count, default=2**29, help="parameters (default 2**29)")
     parser.add_argument("--steps", type=count, default=5, help="steps to time (default 5)")
-    parser.add_argument("--output", type=Path, help="write the report as JSON to this file too")
+    parser.add_argument(
+        "--output", type=file_to_write, help="write the report as JSON to this file too"
+    )
     arguments = parser.parse_args(argv)
     return exit_status(parser.prog, lambda: _run(arguments))
 
 
 def _run(arguments: argparse.Namespace) -> int:
     report = check(arguments.directories, numel=arguments.numel, steps=arguments.steps)
+    sys.stdout.write(to_text(report) + "\n")
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-    sys.stdout.write(to_text(report) + "\n")
     return 0 if report["proven"] else EXIT_NOT_PROVEN
 
 

@@ -209,11 +209,36 @@ class LimitFiles:
                 if moved != task_bytes:
                     raise OSError(f"a {kind} of {task_bytes} bytes moved {moved}")
 
-            barrier = threading.Barrier(threads)
-            list(pool.map(lambda _: (self._buffer(task_bytes), barrier.wait()), range(threads)))
+            self._start_threads(pool, threads, task_bytes)
             began = time.perf_counter()
             list(pool.map(move, tasks))
             return len(paths) * _FILE_BYTES / (time.perf_counter() - began) / 1e9
+
+    def _start_threads(self, pool: ThreadPoolExecutor, threads: int, task_bytes: int) -> None:
+        """Return when all threads are there, each with its buffer, or what keeps one from it.
+
+        Whatever goes wrong meanwhile, an interrupt too, no thread is left waiting for the others:
+        the pool could not be shut down.
+        """
+        barrier = threading.Barrier(threads)
+
+        def start() -> None:
+            try:
+                self._buffer(task_bytes)
+            except BaseException:
+                barrier.abort()
+                raise
+            barrier.wait()
+
+        try:
+            started = [pool.submit(start) for _ in range(threads)]
+            failures = [each.exception() for each in started]
+        except BaseException:
+            barrier.abort()
+            raise
+        for failure in failures:
+            if failure is not None and not isinstance(failure, threading.BrokenBarrierError):
+                raise failure
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from gds_optimizer.bench.peer_child import Task
 from gds_optimizer.bench.peer_recipes import RECIPES
 from gds_optimizer.bench.peer_table import to_text
 from gds_optimizer.bench.steps import check_room_for_files, device_named
-from gds_optimizer.command import count, exit_status, seconds
+from gds_optimizer.command import count, exit_status, file_to_write, seconds
 from gds_optimizer.config import IO_CHOICES, parse_size
 from gds_optimizer.errors import ConfigError
 
@@ -250,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--io", choices=IO_CHOICES, default="auto", help="this package's path")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--output", type=Path, help="write the JSON to this file too")
+    parser.add_argument("--output", type=file_to_write, help="write the JSON to this file too")
     parser.set_defaults(peers=list(RECIPES))
     return parser
 
@@ -271,8 +271,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.dir.is_dir():
         raise ConfigError(f"--dir: {arguments.dir} is not a directory: create it")
     peers = [name for name in arguments.peers if name]
-    # `timeout` and job schedulers ask that way: scratch files and control groups are to go.
-    signal.signal(signal.SIGTERM, lambda *unused: sys.exit(128 + signal.SIGTERM))
     found = compare(
         arguments.dir.absolute(),
         numel=arguments.numel,
@@ -287,9 +285,9 @@ def _run(arguments: argparse.Namespace) -> int:
         progress=lambda line: print(line, file=sys.stderr, flush=True),  # noqa: T201
     )
     document = json.dumps(found, indent=1) + "\n"
+    sys.stdout.write(document if arguments.json else to_text(found) + "\n")
     if arguments.output is not None:
         arguments.output.write_text(document)
-    sys.stdout.write(document if arguments.json else to_text(found) + "\n")
     return 1 if OURS in peers and "missing" in found["peers"][OURS] else 0
 
 

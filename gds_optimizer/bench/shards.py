@@ -27,7 +27,7 @@ import torch
 
 from gds_optimizer.bench.arguments import add_timing_options, module_parser, stream_config
 from gds_optimizer.bench.steps import check_room_for_files, device_named, timed
-from gds_optimizer.command import count, exit_status
+from gds_optimizer.command import count, exit_status, file_to_write
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import ConfigError
 from gds_optimizer.evicted import evicted_like
@@ -292,7 +292,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shards", type=count, default=20_000, help="tiny ones (default 20000)")
     parser.add_argument("--gap", type=int, default=0, help="elements between tiny shards (0 to 63)")
     add_timing_options(parser)
-    parser.add_argument("--profile", type=Path, help="a file for cProfile's statistics of a step")
+    parser.add_argument(
+        "--profile", type=file_to_write, help="a file for cProfile's statistics of a step"
+    )
     arguments = parser.parse_args(argv)
     return exit_status(parser.prog, lambda: _run(arguments))
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from gds_optimizer.bench.tiers import run_tiers_bench
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import NoSpaceError
 from gds_optimizer.telemetry import PHASES
+from tests.support.engines import in_child
 
 NUMEL = 100_000
 LIMIT_BYTES = 64 * 2**20
@@ -133,6 +138,37 @@ def test_limit_files_are_removed_when_measuring_fails(tmp_path):
 
     with pytest.raises(OSError, match="moved"):
         measure()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fails", ["an interrupt", "a buffer"])
+def test_threads_that_do_not_all_start_are_not_waited_for(tmp_path, monkeypatch, fails):
+    """Those that had started would wait for the others for ever, and the pool for them."""
+    count = itertools.count(1)
+
+    def check() -> None:
+        signal.alarm(60)  # ends this forked process if it hangs
+        submit, buffer = ThreadPoolExecutor.submit, LimitFiles._buffer
+
+        def interrupted(pool: Any, *arguments: Any) -> Any:
+            if next(count) == 4:
+                raise KeyboardInterrupt
+            return submit(pool, *arguments)
+
+        def failing(files: LimitFiles, task_bytes: int) -> memoryview:
+            if next(count) == 4:
+                raise MemoryError("no buffer")
+            return buffer(files, task_bytes)
+
+        if fails == "an interrupt":
+            monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+        else:
+            monkeypatch.setattr(LimitFiles, "_buffer", failing)
+        kind = KeyboardInterrupt if fails == "an interrupt" else MemoryError
+        with pytest.raises(kind), LimitFiles([tmp_path], LIMIT_BYTES) as files:
+            files.measure()
+
+    in_child(check)
     assert list(tmp_path.iterdir()) == []
 
 

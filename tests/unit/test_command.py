@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +71,17 @@ def test_wrong_settings_of_the_precision_benchmark(tmp_path, capsys, option, val
     assert f"{option}: wanted " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("module", "option"), [(peers, "--output"), (gds_check, "--output"), (shards, "--profile")]
+)
+def test_where_a_file_cannot_be_is_known_before_it_is_made(tmp_path, capsys, module, option):
+    for place in (tmp_path, tmp_path / "missing" / "file"):
+        with pytest.raises(SystemExit) as stopped:
+            module.main(arguments(module, tmp_path, option, str(place)))
+        assert stopped.value.code == 2
+        assert f"argument {option}: wanted a file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
 def test_what_is_no_duration(text):
     with pytest.raises(argparse.ArgumentTypeError, match="wanted seconds, more than 0"):
@@ -95,3 +112,81 @@ def test_an_interrupt_is_said(capsys):
     assert command.exit_status("program", interrupt) == 130
     assert capsys.readouterr().err == "program: interrupted\n"
     assert command.exit_status("program", lambda: 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "given", "status"), [(1, "--numel 1e9", 0), (2, "--numel 1e9 --slots 99", 2)]
+)
+def test_a_process_without_standard_streams(descriptor, given, status):
+    """As some daemons start theirs: Python has no object for what is closed."""
+    program = [sys.executable, "-m", "gds_optimizer.cli", "plan", *given.split()]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {descriptor}>&-', "sh", *program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed pipe", "full disk"])
+def test_an_error_that_nobody_reads_has_its_status(monkeypatch, is_closed):
+    def fail() -> int:
+        raise ConfigError("it is wrong")
+
+    where: Any = "/dev/full"
+    if is_closed:
+        reading, where = os.pipe()
+        os.close(reading)
+    found = []
+    # A line that could not be written is tried again on closing.
+    with contextlib.suppress(OSError), open(where, "w", 1) as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        found.append(command.exit_status("program", fail))
+    assert found == [2]
+
+
+TERMINATED = """
+import signal, sys, time
+from pathlib import Path
+from gds_optimizer.command import exit_status
+
+def action():
+    Path(sys.argv[1]).touch()
+    try:
+        print("here", flush=True)
+        time.sleep(600)
+    finally:
+        Path(sys.argv[1]).unlink()
+
+sys.exit(exit_status("program", action))
+"""
+
+
+def test_what_a_job_scheduler_ends_leaves_nothing(tmp_path):
+    program = subprocess.Popen(
+        [sys.executable, "-c", TERMINATED, str(tmp_path / "scratch")], stdout=subprocess.PIPE
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == b"here\n"
+    program.terminate()
+    program.communicate(timeout=60)
+    assert program.returncode == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_how_a_program_deals_with_sigterm_is_its_own():
+    def handler() -> object:
+        return signal.getsignal(signal.SIGTERM)
+
+    found = []
+    assert command.exit_status("program", lambda: found.append(handler()) or 0) == 0
+    assert found[0] is not signal.SIG_DFL
+    assert handler() is signal.SIG_DFL
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert command.exit_status("program", lambda: found.append(handler()) or 0) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert found[1] is signal.SIG_IGN

@@ -92,7 +92,13 @@ def test_speeds_of_drives_are_shared_and_remembered(measured, roots, backend):
     assert len(measured) == 2
 
 
-@pytest.mark.parametrize("value", [{}, {"mixed": "fast"}, {"mixed": -1.0}, {"mixed": math.inf}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({}, {"mixed": "fast"}, {"mixed": -1.0}, {"mixed": math.inf}),
+        *({"mixed": 1e300}, {"mixed": 10**400}),
+    ],
+)
 def test_what_is_no_rate_is_measured_again(measured, roots, backend, cache_home, value):
     config = StreamConfig(directories=roots)
     directory_speeds(config, backend, LARGE)
@@ -113,9 +119,19 @@ def test_what_is_not_measured(measured, roots, backend, cache_home):
     assert not cache_home.exists()
 
 
-def test_a_measurement_that_fails_is_no_failure(measured, roots, backend, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error",
+    [
+        IoError("file", "write", file_offset=0, wanted_bytes=1, got="an error"),
+        RuntimeError("CUDA error"),
+        MemoryError(),
+    ],
+)
+def test_a_measurement_that_fails_is_no_failure(
+    measured, roots, backend, monkeypatch, caplog, error
+):
     def fail(directory, backend):
-        raise IoError(directory, "write", file_offset=0, wanted_bytes=1, got="an error")
+        raise error
 
     monkeypatch.setattr(drive_speeds, "measure_mixed_rate", fail)
     assert directory_speeds(StreamConfig(directories=roots), backend, LARGE) == (1, 1, 1)

@@ -1065,3 +1065,31 @@ def test_any_shards_buckets_slots_and_gradients(tmp_path_factory, data):
         both.check()
     assert leftovers(directory) == []
     directory.rmdir()
+
+
+def test_what_a_step_refuses_is_known_before_it(tmp_path):
+    """In a chain, nothing may have stepped by then; see `Runtime.prepare_step`."""
+    with streamed(tmp_path) as each:
+        each.step(grads_of(SIZES, 0))
+        params, state = each.optimizer.param_groups[0]["params"], each.optimizer.state
+
+        def check_refused(kind: type[Exception], message: str) -> None:
+            for refuse in (each.engine.prepare_step, each.optimizer.step):
+                with pytest.raises(kind, match=message):
+                    refuse()
+            assert each.engine.steps == 1
+
+        params.append(torch.zeros(3))
+        check_refused(UnsupportedError, "after its state was set up")
+        params.pop()
+        held = state[each.mains[2]]
+        state[each.mains[2]] = {**held, "exp_avg": torch.zeros(SIZES[2])}
+        check_refused(UnsupportedError, "was put into the optimizer itself")
+        state[each.mains[2]] = held
+        each.engine.drain()
+        each.pool.suspend()
+        check_refused(ClosedError, "given back")
+        each.pool.resume()
+        each.engine.prepare_step()
+        each.step(grads_of(SIZES, 1))
+        assert each.engine.steps == 2

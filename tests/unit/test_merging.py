@@ -240,6 +240,29 @@ def test_a_counter_that_somebody_sets(trio):
     each.check()
 
 
+def test_states_that_change_places(trio):
+    """Each is the one that was there before, in the same order, but of another parameter."""
+    each = trio(adamw, EVEN)
+    each.step(0)
+    each.step(1, without=(4, 5))
+    each.step(2)
+    for one in (each.resident, *each.streamed):
+        state = one.optimizer.state
+        held = dict(state)
+        a, b = one.mains[3:5]
+        state.clear()
+        for main, values in held.items():
+            state[b if main is a else a if main is b else main] = values
+    if each.resident:  # moments of the resident one go with the state: only counters are to move
+        a, b = (each.resident.optimizer.state[main] for main in each.resident.mains[3:5])
+        for key in ("exp_avg", "exp_avg_sq"):
+            a[key], b[key] = b[key], a[key]
+    counters = [[float(one.optimizer.state[m]["step"]) for m in one.mains] for one in each.streamed]
+    assert counters == [[3.0] * 3 + [2.0, 3.0, 2.0] + [3.0] * 3] * 2
+    each.step(3)
+    each.check()
+
+
 def test_what_is_foreseen_of_counters_is_what_comparing_finds(trio, monkeypatch):
     """Comparing those of a device waits for it, so there it is not done unless one was touched."""
     monkeypatch.setattr("gds_optimizer.scalars._are_on_cpu", lambda marks: False)

@@ -196,7 +196,7 @@ def test_seconds_are_of_the_ranks_of_a_machine(tmp_path):
     assert four.step_low_s == 4 * one.step_low_s
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "fast", True])
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), 10**400, "fast", True])
 def test_rates_that_there_are_not(value):
     with pytest.raises(ConfigError, match="mixed_gbps is"):
         Rates(mixed_gbps=value)
@@ -302,7 +302,11 @@ def test_rates_that_are_measured(tmp_path, capsys):
     assert "--measure needs --dir" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"limit": {"read_gbps": 1}}', None])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"limit": {"read_gbps": 1}}', "[" * 100_000, None],
+    ids=lambda content: str(content)[:30],
+)
 def test_files_that_are_no_benchmark(tmp_path, capsys, content):
     file = tmp_path / "bench.json"
     if content is not None:

@@ -6,9 +6,11 @@ import contextlib
 import json
 import logging
 import os
+import pwd
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,9 +26,11 @@ from gds_optimizer import runtime as runtime_module
 from gds_optimizer import tuning, tuning_cache, tuning_measure
 from gds_optimizer.config import StreamConfig, add_arguments
 from gds_optimizer.drive_speeds import MIN_STATE_BYTES
-from gds_optimizer.errors import ConfigError, IoError
+from gds_optimizer.errors import ConfigError, IoError, IoTimeoutError
 from gds_optimizer.evicted import evicted_like
-from gds_optimizer.io import IoPath, make_backend
+from gds_optimizer.io import IoPath, allocate_host_buffer, make_backend
+from gds_optimizer.io.direct import DirectBackend, DirectFile
+from gds_optimizer.io.tasks import Task, open_direct
 from gds_optimizer.plan import Binding
 from gds_optimizer.runtime import Part, Runtime
 from gds_optimizer.stepper import install_step
@@ -38,6 +42,7 @@ from gds_optimizer.tuning_measure import (
     TuningError,
     best_point,
     measure_path,
+    opened,
 )
 from gds_optimizer.tuning_result import DriveTiming, Tuning, path_rates
 from gds_optimizer.tuning_shape import bucket_advice, choose_shape
@@ -251,6 +256,10 @@ def test_the_dead_leave_nothing_and_the_living_keep_theirs(tmp_path):
         {"mixed": -1.0},
         {"mixed": None},
         {"round_trip_s": float("inf")},
+        # Advice and slots are made of them.
+        {"round_trip_s": 1e300},
+        {"mixed": 1e300},
+        {"read": 5e-324},
     ],
 )
 def test_a_damaged_record_is_none(change):
@@ -447,6 +456,52 @@ def test_a_file_system_without_room_is_no_failure(tmp_path):
     in_child(check)
 
 
+class _StuckFile(DirectFile):
+    until: threading.Event
+
+    def start_task(self, operation: str, buffer: torch.Tensor, file_offset: int) -> Task:
+        self._executor.submit(self.until.wait)
+        return super().start_task(operation, buffer, file_offset)
+
+
+class StuckBackend(DirectBackend):
+    """A drive that answers nothing until it is told to. Args: until: tells it."""
+
+    def __init__(self, until: threading.Event) -> None:
+        super().__init__(1, MIB)
+        self._until = until
+
+    def open_file(self, path: Path) -> DirectFile:
+        file = _StuckFile(path, self, open_direct(path))
+        file.until = self._until
+        return file
+
+
+def test_a_drive_that_does_not_answer_is_named(tmp_path, monkeypatch):
+    """A file with transfers in flight cannot be closed, which must not hide what they raise."""
+    monkeypatch.setattr(tuning_measure, "_TIMEOUT_S", 0.05)
+    (tmp_path / "file").write_bytes(bytes(2 * MIB))
+    until = threading.Event()
+    try:
+        with (
+            pytest.raises(IoTimeoutError, match="so far"),
+            opened(StuckBackend(until), tmp_path / "file") as file,
+        ):
+            file.read(allocate_host_buffer(MIB), 0).wait(0.05)
+    finally:
+        until.set()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), MemoryError("pinning")])
+def test_whatever_a_device_raises_is_no_failure(tmp_path, caplog, error):
+    def broken() -> Any:
+        raise error
+
+    result = tuned(tmp_path, make=Maker(host=broken))
+    assert (result.io_path, result.point) == (IoPath.HOST, GRID[0])
+    assert str(error) in caplog.text
+
+
 class Noted(logging.Handler):
     text = ""
 
@@ -476,7 +531,12 @@ def test_what_was_measured_is_remembered(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "\0\xff", '{"version": 99}', '{"version": 1}', "wrong key", "empty"]
+    "text",
+    [
+        *("", "{", "[]", "\0\xff", '{"version": 99}', '{"version": 1}', "wrong key", "empty"),
+        *("a large number", "[" * 100_000, " " * 2**21),
+    ],
+    ids=lambda text: text[:16],
 )
 def test_a_damaged_cache_is_measured_again(tmp_path, cache_home, text):
     tuned(tmp_path)
@@ -486,11 +546,21 @@ def test_a_damaged_cache_is_measured_again(tmp_path, cache_home, text):
         text = json.dumps({**data, "key": "another drive"})
     elif text == "empty":
         text = json.dumps({**data, "value": {}})
+    elif text == "a large number":
+        text = json.dumps({**data, "at": 10**400})
     path.write_text(text)
     assert not tuned(tmp_path).timings[0].is_cached
     assert tuned(tmp_path).timings[0].is_cached
     assert len(list(cache_home.rglob("*.json"))) == 1
     assert list(cache_home.rglob("new-*")) == []
+
+
+def test_a_pipe_in_the_cache_is_not_waited_for(tmp_path):
+    cache = TuningCache(tmp_path)
+    os.mkfifo(cache._path("k", "json"))
+    assert cache.get("k") is None
+    cache.put("k", {"a": 1})
+    assert cache.get("k") == {"a": 1}
 
 
 def test_what_is_old_or_of_the_future_is_measured_again(tmp_path, monkeypatch):
@@ -528,6 +598,22 @@ def test_a_home_that_cannot_be_written_is_none(tmp_path, monkeypatch):
     (tmp_path / f"gds-optimizer-{os.getuid()}").symlink_to(other)
     with pytest.raises(PermissionError, match="somebody else's"):
         TuningCache()
+
+
+def test_a_user_without_a_home_is_no_failure(tmp_path, monkeypatch):
+    """Containers run under a number that no list of users has."""
+
+    def nobody(uid: int) -> Any:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tuning_cache.tempfile, "tempdir", str(tmp_path / "temporary"))
+    assert tuned(tmp_path).timings
+    assert tuned(tmp_path).timings[0].is_cached
+    assert len(list((tmp_path / "temporary").rglob("*.json"))) == 1
 
 
 # ---------------------------------------------------------------------- several ranks
