@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -148,7 +149,7 @@ def _serve() -> None:
                 pids.append(pid := os.fork())
                 if not pid:
                     _be_rank(Path(directory), rank, world_size)
-                    return
+                    _end()
                 running[pid] = Path(directory) / f"status-{rank}"
             print(json.dumps(pids), flush=True)
         while running:
@@ -170,6 +171,7 @@ def _be_rank(directory: Path, rank: int, world_size: int) -> None:
     output = os.open(directory / f"output-{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
+    faulthandler.enable()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     error = directory / f"error-{rank}"
     try:
@@ -191,6 +193,18 @@ def _be_rank(directory: Path, rank: int, world_size: int) -> None:
     except BaseException:
         error.write_text(traceback.format_exc())
         raise
+
+
+def _end() -> None:
+    """End a rank that has done its work: what was to happen at exit does, and nothing after it.
+
+    An interpreter that takes itself apart in a fork does so with libraries whose threads were
+    never there.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _start_queue() -> None:
