@@ -123,9 +123,17 @@ def run(arguments: argparse.Namespace) -> int:
         numel=numel,
         steps=arguments.steps,
         device=device_named(arguments.device),
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
+        progress=_tell,
         **options,
     )
+    return _show(result, arguments)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _show(result: Any, arguments: argparse.Namespace) -> int:
     print(json.dumps(result.to_dict(), indent=1) if arguments.json else result.to_text())
     return 0
 
@@ -153,10 +161,9 @@ def _run_forms(
         numel=numel,
         steps=arguments.steps,
         device=device_named(arguments.device),
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
+        progress=_tell,
     )
-    print(json.dumps(result.to_dict(), indent=1) if arguments.json else result.to_text())
-    return 0
+    return _show(result, arguments)
 
 
 def _run_in_processes(
