@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from gds_optimizer.checksum import checksum
 from gds_optimizer.codecs import raw_codec_name
@@ -55,6 +56,15 @@ def rank_directory(path: Path, rank: int) -> Path:
 def part_key(rank: int, name: str) -> str:
     """How the whole calls one of its parts: where it is, too."""
     return f"rank{rank:05d}/{name}"
+
+
+def gather_by_rank(value: Any) -> list[Any]:
+    """Every rank's value, by rank; this one's alone where there is no process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @dataclass(slots=True, kw_only=True)

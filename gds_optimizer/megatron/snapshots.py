@@ -10,17 +10,8 @@ import torch.distributed as dist
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.megatron.shards import distributed_optimizers, named_shards
-from gds_optimizer.snapshot import Placement
+from gds_optimizer.snapshot import Placement, gather_by_rank
 from gds_optimizer.snapshots import SnapshotCopy, restore_snapshot, take_snapshot
-
-
-def _gather(value: Any) -> list[Any]:
-    """Every rank's value, by rank."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _parallel_sizes() -> dict[str, int]:
@@ -64,7 +55,7 @@ def _engines(optimizer: Any) -> tuple[dict[str, Engine], Placement]:
     placement = Placement(
         rank=dist.get_rank() if initialized else 0,
         world_size=dist.get_world_size() if initialized else 1,
-        gather=_gather,
+        gather=gather_by_rank,
     )
     engines = {}
     for index, part in enumerate(distributed_optimizers(optimizer)):

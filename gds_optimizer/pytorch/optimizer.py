@@ -27,7 +27,7 @@ from gds_optimizer.pytorch.parameters import Parameters
 from gds_optimizer.pytorch.shape_check import check_shapes
 from gds_optimizer.pytorch.state import load_torch_state, torch_state
 from gds_optimizer.runtime import Part, Runtime
-from gds_optimizer.snapshot import Placement
+from gds_optimizer.snapshot import Placement, gather_by_rank
 from gds_optimizer.snapshots import restore_snapshot, take_snapshot
 from gds_optimizer.stepper import install_step
 from gds_optimizer.telemetry import PassStats, show_log
@@ -372,12 +372,6 @@ def _rank() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _placement(name: str) -> Placement:
     if not (dist.is_available() and dist.is_initialized()):
         return Placement(rank=_rank(), coordinates={name: {"replica": _rank()}})
@@ -386,7 +380,7 @@ def _placement(name: str) -> Placement:
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         coordinates={name: {"replica": dist.get_rank()}},
-        gather=_gather,
+        gather=gather_by_rank,
     )
 
 
