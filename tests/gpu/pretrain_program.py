@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 from functools import partial
 from typing import Any
 
@@ -95,6 +96,7 @@ def report() -> None:
         json.dumps(
             {
                 "version": __version__,
+                "rank": int(os.environ["RANK"]),
                 "params": digest.hexdigest(),
                 "losses": seen["losses"],
                 "optimizer": seen.get("optimizer"),

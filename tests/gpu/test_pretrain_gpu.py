@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.megatron]
 
@@ -33,28 +33,18 @@ TRAINING = f"""
 """.split()
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def train(*arguments: str) -> dict[str, Any]:
-    """Run the program in a process of its own; its last RESULT line."""
+def train(*arguments: str, ranks: int = 1) -> dict[str, Any]:
+    """Run the program in processes of its own, one for each GPU; rank 0's RESULT line."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    program = ["-m", "gds_optimizer.megatron", str(PROGRAM), *TRAINING, *arguments]
     done = subprocess.run(
-        [sys.executable, "-m", "gds_optimizer.megatron", str(PROGRAM), *TRAINING, *arguments],
+        [sys.executable, *launcher, *program],
         cwd=REPOSITORY,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
                 [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
             ),
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         },
         capture_output=True,
@@ -62,9 +52,12 @@ def train(*arguments: str) -> dict[str, Any]:
         timeout=300,
         check=False,
     )
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert results, f"status {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-    result: dict[str, Any] = json.loads(results[-1].removeprefix("RESULT "))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    results = [json.loads(line.removeprefix("RESULT ")) for line in lines]
+    assert len(results) == ranks, (
+        f"status {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    )
+    result: dict[str, Any] = min(results, key=lambda each: each["rank"])
     result["log"] = done.stdout + done.stderr
     return result
 
@@ -108,6 +101,23 @@ def test_stop_and_resume_is_bit_exact(
     first = train(*options, "--save", checkpoint, "--exit-interval", str(STOP_AT))
     second = train(*options, "--load", checkpoint, "--save", checkpoint)
     assert len(first["losses"]) == STOP_AT
+    assert first["losses"] + second["losses"] == whole["losses"]
+    assert second["params"] == whole["params"]
+    assert not list((tmp_path / "state").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_equal_the_plain_run_and_resume(tmp_path: Path) -> None:
+    batch = ["--global-batch-size", "4"]
+    streamed = [*batch, *streaming(tmp_path / "state")]
+    checkpoint = str(tmp_path / "checkpoint")
+    plain = train(*batch, ranks=2)
+    whole = train(*streamed, ranks=2)
+    assert len(plain["losses"]) == STEPS
+    assert (whole["losses"], whole["params"]) == (plain["losses"], plain["params"])
+    first = train(*streamed, "--save", checkpoint, "--exit-interval", str(STOP_AT), ranks=2)
+    second = train(*streamed, "--load", checkpoint, "--save", checkpoint, ranks=2)
     assert first["losses"] + second["losses"] == whole["losses"]
     assert second["params"] == whole["params"]
     assert not list((tmp_path / "state").iterdir())

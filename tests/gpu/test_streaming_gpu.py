@@ -64,9 +64,9 @@ def probed_once() -> Iterator[None]:
     reports: dict[str, Any] = {}
     decide = runtime.decide_io_path
 
-    def decide_once(config: StreamConfig, device: torch.device) -> Any:
+    def decide_once(config: StreamConfig, device: torch.device, **options: Any) -> Any:
         if config.io not in reports:
-            reports[config.io] = decide(config, device)
+            reports[config.io] = decide(config, device, **options)
         return reports[config.io]
 
     with pytest.MonkeyPatch.context() as patch:
