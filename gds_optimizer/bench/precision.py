@@ -293,8 +293,8 @@ def _run(arguments: argparse.Namespace) -> int:
     size = SIZES[arguments.size]
     steps = arguments.steps or size.steps
     if arguments.one:
-        # Runs are compared bit for bit. A kernel that cannot repeat itself is said, not refused.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Runs are compared bit for bit. With warn_only attention would stay as it is.
+        torch.use_deterministic_algorithms(True)
         with tempfile.TemporaryDirectory(prefix="precision-", dir=arguments.out) as directory:
             result = run_one(
                 size,
