@@ -257,7 +257,10 @@ def test_device_memory_does_not_grow_with_the_model(
     from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
 
     # What the weights are is no matter here, and drawing them on a CPU takes minutes.
-    monkeypatch.setattr(torch.nn.init, "normal_", lambda tensor, *_, **__: tensor.fill_(0.01))
+    def fill(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.nn.init.constant_(tensor, 0.01)
+
+    monkeypatch.setattr(torch.nn.init, "normal_", fill)
     layers, vocab, host_bytes = SIZES[size]
     model = TinyGptConfig(
         layers=layers,
