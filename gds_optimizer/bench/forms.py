@@ -131,12 +131,7 @@ class FormsResult:
             "device": self.device,
             "directories": self.directories,
             "numel": self.numel,
-            "limit": {
-                "read_gbps": self.limit.read,
-                "write_gbps": self.limit.write,
-                "mixed_gbps": self.limit.mixed,
-                "read_share": self.limit.read_share,
-            },
+            "limit": self.limit.to_dict(),
             "forms": [self._describe(form) for form in self.forms],
         }
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gds_optimizer.duplex import is_half_duplex
 
@@ -29,24 +31,23 @@ _SAME_SHARE = 0.02
 
 @dataclass(slots=True)
 class Limit:
-    """Best rates so far, in 10⁹ bytes a second; 0 where nothing was measured.
+    """Rates of the drives, in 10⁹ bytes a second; 0 where nothing was measured.
+
+    A drive's pace moves by a fifth from minute to minute, and a step is as long as the drive makes
+    it then. So a rate is the median over rounds that took turns with the steps, as a step's time is
+    the median over the steps; in each round it is that of the best point of the grid.
 
     Attributes:
-        first_write: first write of freshly allocated files.
-        read, write: one kind alone.
-        mixed: reads and writes at the same time, both counted.
+        rounds: by kind ("first_write", "read", "write", "mixed"), the best rate of each round.
         read_share: which part of the mixed bytes was read; the rest was written.
-        best: the request size and the number of threads that gave `mixed`.
+        best: the request size and the number of threads of the best mixed rate of all.
         file_bytes, point_bytes: of all files, and of those that one measurement goes over; it goes
             on where the last one stopped, so that nothing is met again soon.
         sustained_bytes: written in one go before anything was measured.
         task_bytes, threads: the grid.
     """
 
-    first_write: float = 0.0
-    read: float = 0.0
-    write: float = 0.0
-    mixed: float = 0.0
+    rounds: dict[str, list[float]] = field(default_factory=dict)
     read_share: float = 0.5
     best: dict[str, int] = field(default_factory=dict)
     file_bytes: int = 0
@@ -54,6 +55,51 @@ class Limit:
     sustained_bytes: int = 0
     task_bytes: tuple[int, ...] = TASK_BYTES
     threads: tuple[int, ...] = THREADS
+
+    def _median(self, kind: str) -> float:
+        return statistics.median(self.rounds.get(kind) or [0.0])
+
+    @property
+    def first_write(self) -> float:
+        """First write of freshly allocated files."""
+        return self._median("first_write")
+
+    @property
+    def read(self) -> float:
+        """Reading alone."""
+        return self._median("read")
+
+    @property
+    def write(self) -> float:
+        """Writing alone."""
+        return self._median("write")
+
+    @property
+    def mixed(self) -> float:
+        """Reads and writes at the same time, both counted."""
+        return self._median("mixed")
+
+    @property
+    def best_mixed(self) -> float:
+        """The same in the best of all rounds."""
+        return max(self.rounds.get("mixed") or [0.0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {
+            "first_write_gbps": self.first_write,
+            "read_gbps": self.read,
+            "write_gbps": self.write,
+            "mixed_gbps": self.mixed,
+            "best_mixed_gbps": self.best_mixed,
+            "rounds_gbps": self.rounds,
+            "best": self.best,
+            "read_share": self.read_share,
+            "grid": {"task_bytes": list(self.task_bytes), "threads": list(self.threads)},
+            "file_bytes": self.file_bytes,
+            "point_bytes": self.point_bytes,
+            "sustained_bytes": self.sustained_bytes,
+        }
 
     @property
     def is_half_duplex(self) -> bool:
@@ -133,7 +179,7 @@ class LimitFiles:
             self._remove(paths)
             self._allocate(paths)
         rate = self._rate("write", TASK_BYTES[-1], THREADS[1], paths)
-        self.limit.first_write = max(self.limit.first_write, rate)
+        self.limit.rounds.setdefault("first_write", []).append(rate)
 
     def write_first(self, nbytes: int) -> None:
         """Write at least so many bytes, so that a drive's fast cache is full."""
@@ -144,8 +190,10 @@ class LimitFiles:
             written_bytes += len(paths) * _FILE_BYTES
         self.limit.sustained_bytes += written_bytes
 
-    def measure(self, read_share: float | None = None) -> Limit:
-        """One round; keeps the best of all rounds.
+    def measure(
+        self, read_share: float | None = None, kinds: Sequence[str] = ("read", "write", "mixed")
+    ) -> Limit:
+        """One round.
 
         The first round goes over the whole grid of request sizes and numbers of threads, later ones
         over the points that did best.
@@ -153,20 +201,21 @@ class LimitFiles:
         Args:
             read_share: which part of the mixed bytes is to be read; as before by default. Another
                 one than before starts the mixed rate anew.
+            kinds: what to measure.
         """
         if read_share is not None and abs(read_share - self.limit.read_share) > _SAME_SHARE:
-            self.limit.read_share, self.limit.mixed = read_share, 0.0
+            self.limit.read_share = read_share
+            self.limit.rounds.pop("mixed", None)
             self._best.pop("mixed", None)
-        for kind in ("read", "write", "mixed"):
+        for kind in kinds:
             tried = self._best.get(kind)
             points = [point for _, point in tried[:_KEPT_POINTS]] if tried else self._grid
             found = [(self._rate(kind, *point, self._take()), point) for point in points]
             self._best[kind] = sorted(tried or found, reverse=True)
             rate, (task_bytes, threads) = max(found)
-            if rate > getattr(self.limit, kind):
-                setattr(self.limit, kind, rate)
-                if kind == "mixed":
-                    self.limit.best = {"task_bytes": task_bytes, "threads": threads}
+            if kind == "mixed" and rate > self.limit.best_mixed:
+                self.limit.best = {"task_bytes": task_bytes, "threads": threads}
+            self.limit.rounds.setdefault(kind, []).append(rate)
         return self.limit
 
     def _take(self) -> list[Path]:

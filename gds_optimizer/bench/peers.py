@@ -130,14 +130,7 @@ def compare(
         "numel": numel,
         "steps": steps,
         "cap": {"bytes": cap_bytes, "by": "; ".join(sorted(caps)), "holds": _cap_holds(rows)},
-        "limit": {
-            "read_gbps": limit.read,
-            "write_gbps": limit.write,
-            "mixed_gbps": limit.mixed,
-            "first_write_gbps": limit.first_write,
-            "file_bytes": limit.file_bytes,
-            "sustained_bytes": limit.sustained_bytes,
-        },
+        "limit": limit.to_dict(),
         "peers": rows,
     }
 

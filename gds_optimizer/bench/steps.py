@@ -67,7 +67,7 @@ class BenchResult:
 
     @property
     def ratio_to_limit(self) -> float | None:
-        """Median step time over the time that its bytes take at the best mixed rate.
+        """Median step time over the time that its bytes take at the drives' mixed rate.
 
         None where no byte goes to the drives.
         """
@@ -76,8 +76,14 @@ class BenchResult:
         return statistics.median(self.steps_s) / (self.moved_bytes / self.limit.mixed / 1e9)
 
     @property
+    def ratio_to_best_round(self) -> float | None:
+        """The same, over the mixed rate in the best of all rounds."""
+        ratio = self.ratio_to_limit
+        return ratio and ratio * self.limit.best_mixed / self.limit.mixed
+
+    @property
     def initialize_ratio(self) -> float | None:
-        """Time of the first writing over what its bytes take at the best first-write rate.
+        """Time of the first writing over what its bytes take at the drives' first-write rate.
 
         None where no byte goes to the drives.
         """
@@ -96,21 +102,7 @@ class BenchResult:
             "directories": self.directories,
             "numel": self.numel,
             "state_bytes": self.state_bytes,
-            "limit": {
-                "first_write_gbps": self.limit.first_write,
-                "read_gbps": self.limit.read,
-                "write_gbps": self.limit.write,
-                "mixed_gbps": self.limit.mixed,
-                "best": self.limit.best,
-                "read_share": self.limit.read_share,
-                "grid": {
-                    "task_bytes": list(self.limit.task_bytes),
-                    "threads": list(self.limit.threads),
-                },
-                "file_bytes": self.limit.file_bytes,
-                "point_bytes": self.limit.point_bytes,
-                "sustained_bytes": self.limit.sustained_bytes,
-            },
+            "limit": self.limit.to_dict(),
             "initialize": {
                 "seconds": self.initialize_s,
                 "bytes": self.initialize.written_bytes,
@@ -131,6 +123,7 @@ class BenchResult:
             },
             "device_buckets": max(s.device_buckets for s in self.steps),
             "ratio_to_limit": self.ratio_to_limit,
+            "ratio_to_best_round": self.ratio_to_best_round,
             "ranks": self.ranks,
             "rank_spread": self.rank_spread,
             "counters": self.counters,
@@ -337,7 +330,7 @@ def run_bench(
         initialize, initialize_s, _ = _together(team, engine.last_stats, initialize_s)
         if files is not None:
             files.measure_first_write()
-            files.measure()
+            files.measure(kinds=("read", "write"))  # both at once when a step says how much of each
         result = BenchResult(
             str(runtime.report.io_path),
             str(device),
@@ -362,9 +355,10 @@ def run_bench(
                 result.steps_s.append(slowest_s)
                 own_s.append(all_s)
             progress(f"step {number}: {slowest_s:.2f} s, {stats.describe()}")
-            if files is not None and number in (1, steps // 2 + 1, steps) and number:
+            if files is not None and number:
                 moved = stats.read_bytes + stats.written_bytes
-                files.measure(stats.read_bytes / moved if moved else None)
+                kinds = ("read", "write", "mixed") if number == (steps + 1) // 2 else ("mixed",)
+                files.measure(stats.read_bytes / moved if moved else None, kinds)
         result.rank_medians_s = [statistics.median(each) for each in zip(*own_s, strict=True)]
         for counters in team.gather(runtime.backend.counters()):
             _add(result.counters, counters)

@@ -67,6 +67,8 @@ def test_the_json_has_the_documented_keys(result):
         "read_gbps",
         "write_gbps",
         "mixed_gbps",
+        "best_mixed_gbps",
+        "rounds_gbps",
         "best",
         "read_share",
         "grid",
@@ -240,10 +242,30 @@ def test_a_wrong_count_is_a_usage_error(tmp_path, numel):
     ],
 )
 def test_drives_that_take_turns_are_told(result, read, write, mixed, half_duplex):
-    limit = Limit(read=read, write=write, mixed=mixed)
+    rounds = {"read": [read], "write": [write], "mixed": [mixed], "first_write": [1.0]}
+    limit = Limit(rounds)
     assert limit.is_half_duplex is half_duplex
-    shown = dataclasses.replace(result[0], limit=dataclasses.replace(limit, first_write=1.0))
+    shown = dataclasses.replace(result[0], limit=limit)
     assert ("half-duplex" in shown.to_text()) is half_duplex
+
+
+def test_the_limit_is_the_median_of_rounds_as_the_step_is_of_steps(result):
+    limit = Limit({"mixed": [1.0, 4.0, 2.0]})
+    assert (limit.read, limit.mixed, limit.best_mixed) == (0.0, 2.0, 4.0)
+    shown = dataclasses.replace(result[0], limit=limit)
+    needed_s = shown.moved_bytes / 2e9
+    assert shown.ratio_to_limit == pytest.approx(shown.median_s / needed_s)
+    assert shown.ratio_to_best_round == pytest.approx(2 * shown.ratio_to_limit)
+
+
+def test_the_drives_are_measured_after_every_step(result):
+    found = result[0]
+    assert len(found.limit.rounds["mixed"]) == len(found.steps)
+    assert {kind: len(rates) for kind, rates in found.limit.rounds.items() if kind != "mixed"} == {
+        "first_write": 2,
+        "read": 2,
+        "write": 2,
+    }
 
 
 def test_the_mixed_rate_reads_the_share_that_it_is_told(tmp_path, monkeypatch):
