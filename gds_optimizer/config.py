@@ -38,6 +38,9 @@ MAIN_CHOICES = ("auto", "fp32", "remainder")
 TUNE_CHOICES = ("auto", "never")
 _MAX_TIMEOUT_S = 86_400
 _CPU_SLOTS, _CPU_BUCKET_BYTES = 6, 96 * 2**20
+_CPU_SLOTS_WITH_ROOM = 12
+_CPU_ROOM = 8
+"""How many times its slots' bytes a machine must have to spare for the larger number of them."""
 
 
 class Default(int):
@@ -251,16 +254,23 @@ class StreamConfig:
         """Whether somebody chose this number, be it the default one."""
         return not isinstance(getattr(self, name), Default)
 
-    def for_device(self, device_type: str) -> StreamConfig:
+    def for_device(self, device_type: str, *, host_bytes: int = 0) -> StreamConfig:
         """These settings with the slots and buckets of a kind of device, unless some were given.
 
         The control loop starts transfers between visits. A visit is over at once on a GPU, but
         takes about as long as a transfer on the CPU, where the two transfers that three slots leave
         have ended long before: more and smaller buckets keep the drive busy meanwhile.
+
+        Args:
+            device_type: "cpu", "cuda".
+            host_bytes: of memory that this rank may take. Where it is plenty the CPU gets twice as
+                many slots: some drives want half a GiB in flight.
         """
         if device_type != "cpu" or self.is_given("slots") or self.is_given("bucket_size"):
             return self
-        return replace(self, slots=Default(_CPU_SLOTS), bucket_size=Default(_CPU_BUCKET_BYTES))
+        has_room = host_bytes >= _CPU_ROOM * _CPU_SLOTS_WITH_ROOM * _CPU_BUCKET_BYTES
+        slots = _CPU_SLOTS_WITH_ROOM if has_room else _CPU_SLOTS
+        return replace(self, slots=Default(slots), bucket_size=Default(_CPU_BUCKET_BYTES))
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> StreamConfig | None:

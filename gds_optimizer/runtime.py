@@ -22,6 +22,7 @@ from gds_optimizer.drive_speeds import directory_speeds, several_drives
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import ConfigError, GdsOptimizerError
 from gds_optimizer.homes import Home
+from gds_optimizer.host_memory import available_bytes, local_share
 from gds_optimizer.io import IoBackend, make_backend
 from gds_optimizer.plan import Binding, EnginePlan, plan_as_configured
 from gds_optimizer.probe import ProbeReport, Severity, decide_io_path
@@ -95,7 +96,7 @@ class Runtime:
         Raises:
             GdsOptimizerError: what failed; no file, descriptor, thread or buffer stays behind.
         """
-        config = config.for_device(device.type)
+        config = config.for_device(device.type, host_bytes=local_share(available_bytes()))
         plans = _plans(parts, config)
         state_bytes = sum(plan.layout.total_bytes for plan in plans)
         report = decide_io_path(config, device, try_all=is_wanted(config, state_bytes))

@@ -35,14 +35,13 @@ class Limit:
 
     A drive's pace moves by a fifth from minute to minute, and a step is as long as the drive makes
     it then. So a rate is the median over rounds that took turns with the steps, as a step's time is
-    the median over the steps; in each round it is that of the best point of the grid.
+    the median over the steps; in each round it is that of the better of the grid's two best points.
 
     Attributes:
         rounds: by kind ("first_write", "read", "write", "mixed"), the best rate of each round.
         read_share: which part of the mixed bytes was read; the rest was written.
         best: the request size and the number of threads of the best mixed rate of all.
-        file_bytes, point_bytes: of all files, and of those that one measurement goes over; it goes
-            on where the last one stopped, so that nothing is met again soon.
+        file_bytes, point_bytes: of all files, and of those that one measurement goes over.
         sustained_bytes: written in one go before anything was measured.
         task_bytes, threads: the grid.
     """
@@ -116,10 +115,14 @@ class Limit:
 class LimitFiles:
     """Scratch files over which rates are measured; a context manager that removes them.
 
+    A measurement goes on where the last one stopped, and no byte is met twice in a round. What a
+    drive or a hypervisor remembers of the last minute would otherwise answer for it, as it cannot
+    for a step, which goes over its state once.
+
     Args:
         directories: files are spread over them in turn.
         nbytes: of all files together; rounded up to whole files of 64 MiB.
-        point_bytes: of what one measurement moves; all of it by default.
+        point_bytes: the most that one measurement moves.
         threads: numbers of threads to try.
     """
 
@@ -137,10 +140,12 @@ class LimitFiles:
             for i in range(count)
         ]
         self.nbytes = count * _FILE_BYTES
-        self._window = min(count, max(len(directories), -(-(point_bytes or nbytes) // _FILE_BYTES)))
+        most = -(-(point_bytes or nbytes) // _FILE_BYTES)
+        self._fewest = len(directories)
+        self._window = max(self._fewest, min(most, count // _KEPT_POINTS))
         self._next = 0
         self._grid = [(task, count) for task in TASK_BYTES for count in threads]
-        self._best: dict[str, list[tuple[float, tuple[int, int]]]] = {}
+        self._points: dict[str, list[tuple[int, int]]] = {}
         self.limit = Limit(
             file_bytes=self.nbytes, point_bytes=self._window * _FILE_BYTES, threads=tuple(threads)
         )
@@ -190,13 +195,17 @@ class LimitFiles:
             written_bytes += len(paths) * _FILE_BYTES
         self.limit.sustained_bytes += written_bytes
 
+    def choose_points(self, kinds: Sequence[str] = ("read", "write", "mixed")) -> None:
+        """Go over the grid of request sizes and numbers of threads once, and keep what did best."""
+        window = max(self._fewest, min(self._window, len(self.paths) // len(self._grid)))
+        for kind in kinds:
+            found = [(self._rate(kind, *point, self._take(window)), point) for point in self._grid]
+            self._points[kind] = [point for _, point in sorted(found, reverse=True)[:_KEPT_POINTS]]
+
     def measure(
         self, read_share: float | None = None, kinds: Sequence[str] = ("read", "write", "mixed")
     ) -> Limit:
         """One round.
-
-        The first round goes over the whole grid of request sizes and numbers of threads, later ones
-        over the points that did best.
 
         Args:
             read_share: which part of the mixed bytes is to be read; as before by default. Another
@@ -206,23 +215,22 @@ class LimitFiles:
         if read_share is not None and abs(read_share - self.limit.read_share) > _SAME_SHARE:
             self.limit.read_share = read_share
             self.limit.rounds.pop("mixed", None)
-            self._best.pop("mixed", None)
+        self.choose_points([kind for kind in kinds if kind not in self._points])
         for kind in kinds:
-            tried = self._best.get(kind)
-            points = [point for _, point in tried[:_KEPT_POINTS]] if tried else self._grid
-            found = [(self._rate(kind, *point, self._take()), point) for point in points]
-            self._best[kind] = sorted(tried or found, reverse=True)
+            found = [
+                (self._rate(kind, *point, self._take()), point) for point in self._points[kind]
+            ]
             rate, (task_bytes, threads) = max(found)
             if kind == "mixed" and rate > self.limit.best_mixed:
                 self.limit.best = {"task_bytes": task_bytes, "threads": threads}
             self.limit.rounds.setdefault(kind, []).append(rate)
         return self.limit
 
-    def _take(self) -> list[Path]:
+    def _take(self, count: int | None = None) -> list[Path]:
         """The files of the next measurement."""
-        count = len(self.paths)
-        chosen = [self.paths[(self._next + i) % count] for i in range(self._window)]
-        self._next = (self._next + self._window) % count
+        count = count or self._window
+        chosen = [self.paths[(self._next + i) % len(self.paths)] for i in range(count)]
+        self._next = (self._next + count) % len(self.paths)
         return chosen
 
     def _buffer(self, task_bytes: int) -> memoryview:

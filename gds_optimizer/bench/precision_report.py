@@ -211,6 +211,8 @@ def pack(directory: Path) -> Path:
 def plot(results: list[dict[str, Any]], path: Path) -> None:
     """Training curves as means over the seeds, and their distance from fp32, as a PNG.
 
+    A variant that loses nothing is dashed, in the colour of the one whose bits it should have.
+
     Raises:
         ImportError: matplotlib is missing.
     """
@@ -231,10 +233,16 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     )
     for name in [each for each in VARIANTS if each in means]:
         places = [(number + 1) * RECORD_EVERY for number in range(len(means[name]))]
-        above.plot(places, means[name], label=name, linewidth=1)
+        style = {
+            "label": name,
+            "color": f"C{list(VARIANTS).index(TWINS.get(name, name))}",
+            "linewidth": 2 if name in TWINS else 1,
+            "linestyle": (0, (1, 4)) if name in TWINS else "-",
+        }
+        above.plot(places, means[name], **style)
         if name != "fp32" and "fp32" in means:
             difference = [a - b for a, b in zip(means[name], means["fp32"], strict=True)]
-            below.plot(places, difference, label=name, linewidth=1)
+            below.plot(places, difference, **style)
     above.set_ylabel("training loss, nats a byte")
     below.set_ylabel("minus that of fp32")
     below.set_xlabel("step")

@@ -330,7 +330,7 @@ def run_bench(
         initialize, initialize_s, _ = _together(team, engine.last_stats, initialize_s)
         if files is not None:
             files.measure_first_write()
-            files.measure(kinds=("read", "write"))  # both at once when a step says how much of each
+            files.choose_points()
         result = BenchResult(
             str(runtime.report.io_path),
             str(device),

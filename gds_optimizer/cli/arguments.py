@@ -11,7 +11,9 @@ from gds_optimizer.command import count
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
     """Add what decides how much room a bucket and a parameter take, with the defaults of a run."""
     parser.add_argument(
-        "--slots", type=count, help="buckets in memory (default 3; 6 for an optimizer on the CPU)"
+        "--slots",
+        type=count,
+        help="buckets in memory (default 3; for an optimizer on the CPU 6, or 12 with 9 GiB free)",
     )
     parser.add_argument("--bucket-size", help="e.g. 64MiB (default 192MiB; 96MiB on the CPU)")
     parser.add_argument(

@@ -103,13 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
     from gds_optimizer.bench.steps import device_named
     from gds_optimizer.config import StreamConfig, parse_size
     from gds_optimizer.errors import ConfigError
+    from gds_optimizer.host_memory import available_bytes, local_share
     from gds_optimizer.planning import plan_streaming
     from gds_optimizer.rates import Rates, measure_rates
 
     settings: dict[str, Any] = given(arguments, *_SETTINGS)
     # Settings are checked as those of a run, which has directories.
     config = StreamConfig(directories=tuple(map(Path, arguments.directories or ["/"])), **settings)
-    config = config.for_device(arguments.device)
+    config = config.for_device(arguments.device, host_bytes=local_share(available_bytes()))
     if arguments.measure and not arguments.directories:
         raise ConfigError("--measure needs --dir: name a directory on each drive")
     rates = Rates.from_bench(arguments.bench) if arguments.bench else Rates()

@@ -263,9 +263,20 @@ def test_the_drives_are_measured_after_every_step(result):
     assert len(found.limit.rounds["mixed"]) == len(found.steps)
     assert {kind: len(rates) for kind, rates in found.limit.rounds.items() if kind != "mixed"} == {
         "first_write": 2,
-        "read": 2,
-        "write": 2,
+        "read": 1,
+        "write": 1,
     }
+
+
+def test_no_byte_is_met_twice_in_a_round(tmp_path):
+    with LimitFiles([tmp_path], 8 * 2**26, point_bytes=2**40, threads=[1]) as files:
+        taken = []
+        files._rate = lambda kind, task_bytes, threads, paths: taken.append(paths) or 1.0
+        files.measure(kinds=["mixed"])
+    grid, kept = taken[: len(taken) - 2], taken[-2:]
+    assert [len(paths) for paths in grid] == [4, 4]  # of 8 files, two sizes of requests
+    assert files.limit.point_bytes == 4 * 2**26
+    assert not set(kept[0]) & set(kept[1])
 
 
 def test_the_mixed_rate_reads_the_share_that_it_is_told(tmp_path, monkeypatch):
@@ -294,9 +305,10 @@ def test_the_mixed_rate_reads_the_share_that_it_is_told(tmp_path, monkeypatch):
 
 
 def test_one_measurement_goes_on_where_the_last_stopped(tmp_path):
-    with LimitFiles([tmp_path], 3 * LIMIT_BYTES, point_bytes=2 * LIMIT_BYTES) as files:
+    with LimitFiles([tmp_path], 5 * LIMIT_BYTES, point_bytes=2 * LIMIT_BYTES) as files:
         assert files._take() == files.paths[:2]
-        assert files._take() == [files.paths[2], files.paths[0]]
+        assert files._take() == files.paths[2:4]
+        assert files._take() == [files.paths[4], files.paths[0]]
 
 
 def test_writing_before_measuring_is_counted(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gds_optimizer import host_memory
 from gds_optimizer.bench.steps import synthetic_optimizer
 from gds_optimizer.cli import main as cli_main
 from gds_optimizer.config import StreamConfig
@@ -323,15 +324,17 @@ def test_settings_that_cannot_work(arguments):
 
 
 @pytest.mark.parametrize(
-    ("options", "slots", "size"),
+    ("options", "free_gib", "slots", "size"),
     [
-        ([], 3, 192 * 2**20),
-        (["--device", "cpu"], 6, 96 * 2**20),
-        (["--device", "cpu", "--slots", "3"], 3, 192 * 2**20),
-        (["--device", "cpu", "--bucket-size", "48MiB"], 3, 48 * 2**20),
+        ([], 64, 3, 192 * 2**20),
+        (["--device", "cpu"], 8, 6, 96 * 2**20),
+        (["--device", "cpu"], 64, 12, 96 * 2**20),
+        (["--device", "cpu", "--slots", "3"], 64, 3, 192 * 2**20),
+        (["--device", "cpu", "--bucket-size", "48MiB"], 64, 3, 48 * 2**20),
     ],
 )
-def test_slots_and_buckets_are_those_of_a_run(capsys, options, slots, size):
+def test_slots_and_buckets_are_those_of_a_run(capsys, monkeypatch, options, free_gib, slots, size):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: free_gib * 2**30)
     assert cli_main.main(["plan", "--numel", "1e9", "--json", *options]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["slots"] == slots

@@ -54,6 +54,7 @@ from tests.support.tuning_process import BUCKET_BYTES, report_of
 
 CPU = torch.device("cpu")
 MIB = 2**20
+GIB = 2**30
 MEMORY_BYTES = 6 * MIB
 A_POINT = Point(4, MIB)
 
@@ -709,6 +710,9 @@ def test_the_cpu_has_slots_and_buckets_of_its_own(tmp_path):
     assert (found.slots, found.bucket_size) == (6, 96 * MIB)
     assert found.slots * found.bucket_size == config.slots * config.bucket_size
     assert not found.is_given("slots")
+    few, many = (config.for_device("cpu", host_bytes=room) for room in (9 * GIB - 1, 9 * GIB))
+    assert (few, many.slots, many.bucket_size) == (found, 12, 96 * MIB)
+    assert config.for_device("cuda", host_bytes=2**40) is config
     for given in ({"slots": 3}, {"bucket_size": "192MiB"}):
         kept = StreamConfig(directories=(tmp_path,), **given)
         assert kept.for_device("cpu") is kept
@@ -794,14 +798,17 @@ def test_a_faster_path_is_what_the_runtime_takes(tmp_path, monkeypatch):
     ("drives", "given", "slots", "size"),
     [
         (1, {}, 6, 96 * MIB),  # on the CPU
+        (9, {}, 12, 96 * MIB),
         (6, {}, 8, 72 * MIB),
         (6, {"slots": 3}, 3, 192 * MIB),
         (1, {"bucket_size": 128 * MIB}, 3, 128 * MIB),
     ],
-    ids=["cpu", "drives", "slots given", "size given"],
+    ids=["cpu", "much memory", "drives", "slots given", "size given"],
 )
 def test_slots_and_buckets_of_a_runtime(tmp_path, monkeypatch, drives, given, slots, size):
     """State is cut as chosen, and the bits are the same."""
+    free_bytes = 16 * GIB if slots == 12 else 8 * GIB
+    monkeypatch.setattr(runtime_module, "available_bytes", lambda: free_bytes)
     timed = drives_of(tmp_path, drives, 4e9)
     monkeypatch.setattr(tuning, "MIN_STATE_BYTES", 1)
     monkeypatch.setattr(tuning, "time_paths", lambda *args, **options: timed.timings)
