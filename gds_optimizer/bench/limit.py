@@ -245,31 +245,49 @@ class LimitFiles:
         return memoryview(held)[:task_bytes]
 
     def _rate(self, kind: str, task_bytes: int, threads: int, paths: Sequence[Path]) -> float:
-        """Bytes a second, / 10⁹, of going over these files once."""
+        """Bytes a second, / 10⁹, of going over these files once: the sum over the drives.
+
+        Drives are busy at the same time, each with threads of its own and until its own files are
+        done, so that a slow one makes no other one wait.
+        """
         share = {"read": 1.0, "write": 0.0}.get(kind, self.limit.read_share)
-        # More threads than tasks would only fill their buffers.
-        threads = min(threads, len(paths) * (_FILE_BYTES // task_bytes))
-        with _opened(paths) as fds, ThreadPoolExecutor(threads) as pool:
-            places = [(fd, start) for fd in fds for start in range(0, _FILE_BYTES, task_bytes)]
-            tasks = [
-                (*place, int((number + 1) * share) > int(number * share))
-                for number, place in enumerate(places)
-            ]
 
-            def move(task: tuple[int, int, bool]) -> None:
-                fd, start, is_read = task
-                buffer = self._buffer(task_bytes)
-                if is_read:
-                    moved = os.preadv(fd, [buffer], start)
-                else:
-                    moved = os.pwritev(fd, [buffer], start)
-                if moved != task_bytes:
-                    raise OSError(f"a {kind} of {task_bytes} bytes moved {moved}")
+        def move(task: tuple[int, int, bool]) -> None:
+            fd, start, is_read = task
+            buffer = self._buffer(task_bytes)
+            if is_read:
+                moved = os.preadv(fd, [buffer], start)
+            else:
+                moved = os.pwritev(fd, [buffer], start)
+            if moved != task_bytes:
+                raise OSError(f"a {kind} of {task_bytes} bytes moved {moved}")
 
-            self._start_threads(pool, threads, task_bytes)
+        with contextlib.ExitStack() as stack:
+            drives = []
+            for own in _by_drive(paths):
+                places = [
+                    (fd, start)
+                    for fd in stack.enter_context(_opened(own))
+                    for start in range(0, _FILE_BYTES, task_bytes)
+                ]
+                tasks = [
+                    (*place, int((number + 1) * share) > int(number * share))
+                    for number, place in enumerate(places)
+                ]
+                # More threads than tasks would only fill their buffers.
+                count = min(threads, len(tasks))
+                pool = stack.enter_context(ThreadPoolExecutor(count))
+                drives.append((pool, tasks))
+                self._start_threads(pool, count, task_bytes)
+            together = stack.enter_context(ThreadPoolExecutor(len(drives)))
             began = time.perf_counter()
-            list(pool.map(move, tasks))
-            return len(paths) * _FILE_BYTES / (time.perf_counter() - began) / 1e9
+
+            def rate(drive: tuple[ThreadPoolExecutor, list[tuple[int, int, bool]]]) -> float:
+                pool, tasks = drive
+                list(pool.map(move, tasks))
+                return len(tasks) * task_bytes / (time.perf_counter() - began) / 1e9
+
+            return sum(together.map(rate, drives))
 
     def _start_threads(self, pool: ThreadPoolExecutor, threads: int, task_bytes: int) -> None:
         """Return when all threads are there, each with its buffer, or what keeps one from it.
@@ -296,6 +314,18 @@ class LimitFiles:
         for failure in failures:
             if failure is not None and not isinstance(failure, threading.BrokenBarrierError):
                 raise failure
+
+
+def _by_drive(paths: Sequence[Path]) -> list[list[Path]]:
+    """Files of one drive together."""
+    drives: dict[int, list[Path]] = {}
+    for path in paths:
+        drives.setdefault(_drive_of(path), []).append(path)
+    return list(drives.values())
+
+
+def _drive_of(path: Path) -> int:
+    return os.stat(path).st_dev
 
 
 @contextlib.contextmanager

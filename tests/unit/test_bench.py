@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from gds_optimizer.bench import limit as limit_module
 from gds_optimizer.bench.limit import Limit, LimitFiles
 from gds_optimizer.bench.steps import run_bench
 from gds_optimizer.bench.tiers import run_tiers_bench
@@ -266,6 +268,27 @@ def test_the_drives_are_measured_after_every_step(result):
         "read": 1,
         "write": 1,
     }
+
+
+def test_a_slow_drive_makes_no_other_one_wait(tmp_path, monkeypatch):
+    roots = [tmp_path / "slow", tmp_path / "fast"]
+    for root in roots:
+        root.mkdir()
+    monkeypatch.setattr(limit_module, "_drive_of", lambda path: roots.index(path.parent))
+    fast_is_done, left, pwritev = threading.Event(), [16], os.pwritev
+
+    def write(fd, buffers, start):
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).parent == roots[0]:
+            assert fast_is_done.wait(60)
+        else:
+            left[0] -= 1
+            if not left[0]:
+                fast_is_done.set()
+        return pwritev(fd, buffers, start)
+
+    with LimitFiles(roots, 2 * LIMIT_BYTES, threads=[1]) as files:
+        monkeypatch.setattr(os, "pwritev", write)
+        assert files._rate("write", 4 * 2**20, 1, files.paths) > 0
 
 
 def test_no_byte_is_met_twice_in_a_round(tmp_path):
