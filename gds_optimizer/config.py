@@ -40,7 +40,7 @@ _MAX_TIMEOUT_S = 86_400
 _CPU_SLOTS, _CPU_BUCKET_BYTES = 6, 96 * 2**20
 _CPU_SLOTS_WITH_ROOM = 12
 _CPU_ROOM = 8
-"""How many times its slots' bytes a machine must have to spare for the larger number of them."""
+"""How many times its slots' bytes a rank must have to spare for the larger number of them."""
 
 
 class Default(int):
@@ -122,7 +122,7 @@ class StreamConfig:
             default holds 16 Mi elements of 12 bytes.
         slots: buckets that may be in memory at once; at least 1, and 3 to overlap reading,
             computing and writing. Where neither this nor `bucket_size` is given, an optimizer that
-            steps on the CPU gets the same bytes in 6 slots of 96 MiB.
+            steps on the CPU gets 6 slots of 96 MiB, or 12 where memory is plenty (`for_device`).
         init: when the first main parameters are written: `eager` at construction, `lazy` in the
             first step, `auto` eagerly, except that `from_args` makes it lazy where the framework's
             arguments name weights to load.

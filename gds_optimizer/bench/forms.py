@@ -22,6 +22,7 @@ from gds_optimizer.codecs import get_codec
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import ConfigError
+from gds_optimizer.host_memory import available_bytes
 from gds_optimizer.layout import Layout
 from gds_optimizer.planning import engine_plan
 from gds_optimizer.runtime import Part, Runtime
@@ -230,7 +231,7 @@ def run_forms_bench(
         numel: parameters, rounded up to whole buckets.
         steps: rounds to time, at least 1; one before them is not counted.
         device: where parameters (of each form its own) and slots are.
-        limit_bytes: that one measurement of the drives moves.
+        limit_bytes: that one measurement of the drives moves at most.
         progress: gets a line now and then.
 
     Raises:
@@ -245,6 +246,9 @@ def run_forms_bench(
             "several forms are compared by what goes to the drives: leave --hbm-budget and "
             "--host-budget out"
         )
+    # Alike for all: what is free gets less while they are made.
+    config = config.for_device(device.type, host_bytes=available_bytes() // len(forms))
+    config = replace(config, slots=int(config.slots), bucket_size=int(config.bucket_size))
     configs = [replace(config, moment_dtype=moments, main=main) for moments, main in forms]
     bucket_numel = engine_plan(1, config).layout.bucket_numel
     buckets = -(-numel // bucket_numel)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gds_optimizer.bench.arguments import module_parser, stream_config
-from gds_optimizer.bench.limit import TASK_BYTES, THREADS, LimitFiles
+from gds_optimizer.bench.limit import FIRST_WRITE, LimitFiles
 from gds_optimizer.bench.steps import (
     check_room_for_files,
     device_named,
@@ -85,7 +85,7 @@ def run_initialization_bench(
         "device": str(device),
         "numel": numel,
         "bytes": written_bytes,
-        "plain_requests": {"task_bytes": TASK_BYTES[-1], "threads": THREADS[-1]},
+        "plain_requests": dict(zip(("task_bytes", "threads"), FIRST_WRITE, strict=True)),
         "initialize_s": [each * written_bytes for each in ours],
         "initialize_gbps": [1e-9 / each for each in ours],
         "plain_gbps": [1e-9 / each for each in plain],

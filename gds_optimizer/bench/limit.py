@@ -24,6 +24,8 @@ from gds_optimizer.duplex import is_half_duplex
 PAGE_BYTES = 4096
 TASK_BYTES = (4 * 2**20, 16 * 2**20)
 THREADS = (8, 16, 32)
+FIRST_WRITE = (TASK_BYTES[-1], THREADS[1])
+"""Request size and number of threads of what is written first."""
 _FILE_BYTES = 64 * 2**20
 _KEPT_POINTS = 2
 _SAME_SHARE = 0.02
@@ -34,8 +36,8 @@ class Limit:
     """Rates of the drives, in 10⁹ bytes a second; 0 where nothing was measured.
 
     A drive's pace moves by a fifth from minute to minute, and a step is as long as the drive makes
-    it then. So a rate is the median over rounds that took turns with the steps, as a step's time is
-    the median over the steps; in each round it is that of the better of the grid's two best points.
+    it then. So a rate is the median over rounds, and where steps are held against it these took
+    turns with the steps; in each round it is that of the better of the grid's two best points.
 
     Attributes:
         rounds: by kind ("first_write", "read", "write", "mixed"), the best rate of each round.
@@ -115,9 +117,12 @@ class Limit:
 class LimitFiles:
     """Scratch files over which rates are measured; a context manager that removes them.
 
-    A measurement goes on where the last one stopped, and no byte is met twice in a round. What a
-    drive or a hypervisor remembers of the last minute would otherwise answer for it, as it cannot
-    for a step, which goes over its state once.
+    A measurement goes on where the last one stopped, so that one kind meets no byte twice in a
+    round, if there are files enough. What a drive or a hypervisor remembers of the last minute
+    would otherwise answer for it, as it cannot for a step, which goes over its state once.
+
+    A file system stands for a drive. Where two are on one drive, the sum of their rates may be a
+    little too high, since one of them ends before the other.
 
     Args:
         directories: files are spread over them in turn.
@@ -179,11 +184,16 @@ class LimitFiles:
 
     def measure_first_write(self, *, fresh: bool = True) -> None:
         """Write every file once, or, `fresh`, one measurement's files, which get new blocks."""
-        paths = self._take() if fresh else self.paths
         if fresh:
+            paths = self._take()
             self._remove(paths)
             self._allocate(paths)
-        rate = self._rate("write", TASK_BYTES[-1], THREADS[1], paths)
+            rate = self._rate("write", *FIRST_WRITE, paths)
+        else:  # not all at once: there may be more than a process may open
+            cuts = range(0, len(self.paths), self._window)
+            parts = [self.paths[start : start + self._window] for start in cuts]
+            rates = [self._rate("write", *FIRST_WRITE, part) for part in parts]
+            rate = statistics.harmonic_mean(rates, weights=list(map(len, parts)))
         self.limit.rounds.setdefault("first_write", []).append(rate)
 
     def write_first(self, nbytes: int) -> None:
@@ -191,15 +201,22 @@ class LimitFiles:
         written_bytes = 0
         while written_bytes < nbytes:
             paths = self._take()
-            self._rate("write", TASK_BYTES[-1], THREADS[1], paths)
+            self._rate("write", *FIRST_WRITE, paths)
             written_bytes += len(paths) * _FILE_BYTES
         self.limit.sustained_bytes += written_bytes
 
     def choose_points(self, kinds: Sequence[str] = ("read", "write", "mixed")) -> None:
         """Go over the grid of request sizes and numbers of threads once, and keep what did best."""
         window = max(self._fewest, min(self._window, len(self.paths) // len(self._grid)))
+        own_bytes = window // self._fewest * _FILE_BYTES
+        # Threads that get no task make no difference, and would be kept or not by chance.
+        points = {
+            (task, min(count, own_bytes // task)): (task, count) for task, count in self._grid
+        }
         for kind in kinds:
-            found = [(self._rate(kind, *point, self._take(window)), point) for point in self._grid]
+            found = [
+                (self._rate(kind, *point, self._take(window)), point) for point in points.values()
+            ]
             self._points[kind] = [point for _, point in sorted(found, reverse=True)[:_KEPT_POINTS]]
 
     def measure(
@@ -215,6 +232,7 @@ class LimitFiles:
         if read_share is not None and abs(read_share - self.limit.read_share) > _SAME_SHARE:
             self.limit.read_share = read_share
             self.limit.rounds.pop("mixed", None)
+            self._points.pop("mixed", None)
         self.choose_points([kind for kind in kinds if kind not in self._points])
         for kind in kinds:
             found = [
@@ -262,9 +280,12 @@ class LimitFiles:
             if moved != task_bytes:
                 raise OSError(f"a {kind} of {task_bytes} bytes moved {moved}")
 
+        by_drive = _by_drive(paths)
         with contextlib.ExitStack() as stack:
+            # Left last: after a failure or an interrupt, when what has not begun is given up.
+            together = stack.enter_context(ThreadPoolExecutor(len(by_drive)))
             drives = []
-            for own in _by_drive(paths):
+            for own in by_drive:
                 places = [
                     (fd, start)
                     for fd in stack.enter_context(_opened(own))
@@ -276,10 +297,10 @@ class LimitFiles:
                 ]
                 # More threads than tasks would only fill their buffers.
                 count = min(threads, len(tasks))
-                pool = stack.enter_context(ThreadPoolExecutor(count))
+                pool = ThreadPoolExecutor(count)
+                stack.callback(pool.shutdown, cancel_futures=True)
                 drives.append((pool, tasks))
                 self._start_threads(pool, count, task_bytes)
-            together = stack.enter_context(ThreadPoolExecutor(len(drives)))
             began = time.perf_counter()
 
             def rate(drive: tuple[ThreadPoolExecutor, list[tuple[int, int, bool]]]) -> float:

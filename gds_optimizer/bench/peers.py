@@ -82,11 +82,14 @@ def compare(
     """
     state_bytes = _STATE_BYTES * numel
     limit_bytes = min(limit_bytes, state_bytes)
-    check_room_for_files([directory], state_bytes + limit_bytes)
+    check_room_for_files([directory], state_bytes + 2 * limit_bytes)
     rows: dict[str, dict[str, Any]] = {}
     caps: set[str] = set()
     named = [*((name, name) for name in peers), *((each.name, str(each)) for each in streamers)]
-    with _scratch(directory) as scratch, LimitFiles([scratch], limit_bytes) as files:
+    with (
+        _scratch(directory) as scratch,
+        LimitFiles([scratch], 2 * limit_bytes, point_bytes=limit_bytes) as files,
+    ):
         files.measure_first_write(fresh=False)
         files.write_first(sustained_bytes)
         files.measure()

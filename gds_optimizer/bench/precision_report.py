@@ -211,7 +211,7 @@ def pack(directory: Path) -> Path:
 def plot(results: list[dict[str, Any]], path: Path) -> None:
     """Training curves as means over the seeds, and their distance from fp32, as a PNG.
 
-    A variant that loses nothing is dashed, in the colour of the one whose bits it should have.
+    A variant that loses nothing is dotted, in the colour of the one whose bits it should have.
 
     Raises:
         ImportError: matplotlib is missing.

@@ -7,6 +7,7 @@ that are compared must not share one.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import sys
 import tempfile
@@ -116,6 +117,7 @@ def _wait(processes: list[BaseProcess], meeting: Path) -> None:
 
 def _rank_main(rank: int, settings: Settings, meeting: Path) -> None:
     show_log()
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(settings.ranks))  # ranks share host memory
     try:
         team = (
             Team() if settings.ranks == 1 else ProcessTeam(rank, settings.ranks, meeting / "gloo")

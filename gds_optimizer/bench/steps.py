@@ -160,7 +160,8 @@ class BenchResult:
             f"{self.numel / 1e9:.3f} billion parameters, {self.state_bytes / 1e9:.2f} GB of state "
             f"on {', '.join(self.directories)} ({self.io_path}, {self.device})\n"
             f"drives      read {limit.read:.2f}, write {limit.write:.2f}, both at once "
-            f"{limit.mixed:.2f}, first write {limit.first_write:.2f} GB/s\n"
+            f"{limit.mixed:.2f} (best round {limit.best_mixed:.2f}), "
+            f"first write {limit.first_write:.2f} GB/s\n"
             f"            {duplex}\n"
             f"{self._tuning_text()}"
             f"initialise  {self.initialize.written_bytes / 1e9:.2f} GB in "
@@ -279,7 +280,7 @@ def run_bench(
         numel: parameters of this rank; their state takes up to 12 bytes each in the directories.
         steps: how many to time, at least 1; one before them is not counted.
         device: where parameters and slots are.
-        limit_bytes: that one measurement of the drives moves.
+        limit_bytes: that one measurement of the drives moves at most.
         progress: gets a line now and then.
         team: the ranks that do this at the same time; by default this process is alone.
         sustained_bytes: to be written before the drives are measured.
@@ -330,6 +331,10 @@ def run_bench(
         initialize, initialize_s, _ = _together(team, engine.last_stats, initialize_s)
         if files is not None:
             files.measure_first_write()
+            # What is in the slots when a step begins is not read.
+            buckets = len(engine.layout.buckets)
+            read = max(buckets - len(runtime.pool.slots), 0) / buckets
+            files.limit.read_share = read / (1 + read)
             files.choose_points()
         result = BenchResult(
             str(runtime.report.io_path),

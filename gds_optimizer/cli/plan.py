@@ -103,14 +103,16 @@ def run(arguments: argparse.Namespace) -> int:
     from gds_optimizer.bench.steps import device_named
     from gds_optimizer.config import StreamConfig, parse_size
     from gds_optimizer.errors import ConfigError
-    from gds_optimizer.host_memory import available_bytes, local_share
+    from gds_optimizer.host_memory import available_bytes
     from gds_optimizer.planning import plan_streaming
     from gds_optimizer.rates import Rates, measure_rates
 
     settings: dict[str, Any] = given(arguments, *_SETTINGS)
     # Settings are checked as those of a run, which has directories.
     config = StreamConfig(directories=tuple(map(Path, arguments.directories or ["/"])), **settings)
-    config = config.for_device(arguments.device, host_bytes=local_share(available_bytes()))
+    host_bytes = parse_size(arguments.host_memory) if arguments.host_memory else available_bytes()
+    local_ranks = max(arguments.local_ranks or arguments.ranks, 1)
+    config = config.for_device(arguments.device, host_bytes=host_bytes // local_ranks)
     if arguments.measure and not arguments.directories:
         raise ConfigError("--measure needs --dir: name a directory on each drive")
     rates = Rates.from_bench(arguments.bench) if arguments.bench else Rates()
@@ -126,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
         optimizer=arguments.optimizer,
         rates=replace(rates, **named),
         look_for_room=bool(arguments.directories),
-        host_memory_bytes=arguments.host_memory and parse_size(arguments.host_memory),
+        host_memory_bytes=host_bytes,
     )
     print(json.dumps(plan.to_dict(), indent=1) if arguments.json else plan.to_text())
     return 0

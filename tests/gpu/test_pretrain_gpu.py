@@ -37,7 +37,7 @@ def train(*arguments: str, ranks: int = 1) -> dict[str, Any]:
     """Run the program in processes of its own, one for each GPU; rank 0's RESULT line."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     program = ["-m", "gds_optimizer.megatron", str(PROGRAM), *TRAINING, *arguments]
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *launcher, *program],
         cwd=REPOSITORY,
         env={
@@ -47,18 +47,23 @@ def train(*arguments: str, ranks: int = 1) -> dict[str, Any]:
             ),
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         },
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
-        check=False,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    try:
+        out, errors = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks, which are in sessions of their own
+        out, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
     results = [json.loads(line.removeprefix("RESULT ")) for line in lines]
-    assert len(results) == ranks, (
-        f"status {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-    )
+    assert len(results) == ranks, f"status {process.returncode}:\n{out[-3000:]}\n{errors[-5000:]}"
+    assert len({each["params"] for each in results}) == 1
     result: dict[str, Any] = min(results, key=lambda each: each["rank"])
-    result["log"] = done.stdout + done.stderr
+    result["log"] = out + errors
     return result
 
 

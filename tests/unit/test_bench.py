@@ -291,6 +291,33 @@ def test_a_slow_drive_makes_no_other_one_wait(tmp_path, monkeypatch):
         assert files._rate("write", 4 * 2**20, 1, files.paths) > 0
 
 
+def test_an_interrupt_gives_up_what_has_not_begun(tmp_path, monkeypatch):
+    started, pwritev = [], os.pwritev
+
+    def write(fd, buffers, start):
+        started.append(start)
+        if len(started) == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return pwritev(fd, buffers, start)
+
+    with LimitFiles([tmp_path], 8 * LIMIT_BYTES, threads=[1]) as files:
+        monkeypatch.setattr(os, "pwritev", write)
+        with pytest.raises(KeyboardInterrupt):
+            files._rate("write", 4 * 2**20, 1, files.paths)
+    assert 0 < len(started) < 8 * LIMIT_BYTES // (4 * 2**20)
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_without_a_task_are_no_other_points(tmp_path):
+    with LimitFiles([tmp_path], 4 * LIMIT_BYTES, threads=[4, 8, 16, 32]) as files:
+        tried = []
+        files._rate = lambda kind, *point: tried.append(point[:2]) or 1.0
+        files.choose_points(["read"])
+    # One file a trial, of four requests of 16 MiB and sixteen of 4 MiB.
+    assert len(tried) == 4
+    assert {min(threads, LIMIT_BYTES // task) for task, threads in tried} == {4, 8, 16}
+
+
 def test_no_byte_is_met_twice_in_a_round(tmp_path):
     with LimitFiles([tmp_path], 8 * 2**26, point_bytes=2**40, threads=[1]) as files:
         taken = []
@@ -320,7 +347,9 @@ def test_the_mixed_rate_reads_the_share_that_it_is_told(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "preadv", count("read", preadv))
         monkeypatch.setattr(os, "pwritev", count("write", pwritev))
         limit = files.measure(read_share=0.25)
-    points = 2  # request sizes, since the mixed rate starts anew; two points of each other kind
+    # Two points of each other kind. The mixed rate starts anew: both sizes of requests are tried,
+    # and then measured.
+    points = 4
     both = 2 * limit.point_bytes
     assert moved["read"] - both == points * limit.point_bytes * 0.25
     assert moved["write"] - both == points * limit.point_bytes * 0.75

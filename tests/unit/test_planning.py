@@ -329,6 +329,8 @@ def test_settings_that_cannot_work(arguments):
         ([], 64, 3, 192 * 2**20),
         (["--device", "cpu"], 8, 6, 96 * 2**20),
         (["--device", "cpu"], 64, 12, 96 * 2**20),
+        (["--device", "cpu", "--ranks", "8"], 64, 6, 96 * 2**20),
+        (["--device", "cpu", "--host-memory", "4GiB"], 64, 6, 96 * 2**20),
         (["--device", "cpu", "--slots", "3"], 64, 3, 192 * 2**20),
         (["--device", "cpu", "--bucket-size", "48MiB"], 64, 3, 48 * 2**20),
     ],
