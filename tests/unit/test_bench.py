@@ -293,6 +293,8 @@ def test_a_slow_drive_makes_no_other_one_wait(tmp_path, monkeypatch):
 
 def test_an_interrupt_gives_up_what_has_not_begun(tmp_path, monkeypatch):
     started, pwritev = [], os.pwritev
+    # A shell that starts us in the background has the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def write(fd, buffers, start):
         started.append(start)
@@ -302,8 +304,11 @@ def test_an_interrupt_gives_up_what_has_not_begun(tmp_path, monkeypatch):
 
     with LimitFiles([tmp_path], 8 * LIMIT_BYTES, threads=[1]) as files:
         monkeypatch.setattr(os, "pwritev", write)
-        with pytest.raises(KeyboardInterrupt):
-            files._rate("write", 4 * 2**20, 1, files.paths)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                files._rate("write", 4 * 2**20, 1, files.paths)
+        finally:
+            signal.signal(signal.SIGINT, before)
     assert 0 < len(started) < 8 * LIMIT_BYTES // (4 * 2**20)
     assert not list(tmp_path.iterdir())
 
