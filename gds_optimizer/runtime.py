@@ -22,14 +22,13 @@ from gds_optimizer.drive_speeds import directory_speeds, several_drives
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import ConfigError, GdsOptimizerError
 from gds_optimizer.homes import Home
-from gds_optimizer.host_memory import available_bytes, local_share
 from gds_optimizer.io import IoBackend, make_backend
 from gds_optimizer.plan import Binding, EnginePlan, plan_as_configured
 from gds_optimizer.probe import ProbeReport, Severity, decide_io_path
 from gds_optimizer.self_check import check_optimizer
 from gds_optimizer.slots import SlotPool
 from gds_optimizer.store import Store
-from gds_optimizer.tiers import Tiers, budget_hint
+from gds_optimizer.tiers import Tiers, budget_hint, host_share
 from gds_optimizer.tracing import Tracer, trace_path
 from gds_optimizer.tuning import is_wanted, tune
 from gds_optimizer.tuning_result import Tuning
@@ -96,7 +95,7 @@ class Runtime:
         Raises:
             GdsOptimizerError: what failed; no file, descriptor, thread or buffer stays behind.
         """
-        config = config.for_device(device.type, host_bytes=local_share(available_bytes()))
+        config = config.for_device(device.type, host_bytes=host_share())
         plans = _plans(parts, config)
         state_bytes = sum(plan.layout.total_bytes for plan in plans)
         report = decide_io_path(config, device, try_all=is_wanted(config, state_bytes))

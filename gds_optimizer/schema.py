@@ -60,17 +60,20 @@ def _run(
     return param, state
 
 
-def _same_bits(a: Any, b: Any) -> bool:
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two values are equal, tensors to the bit and whatever their shapes are."""
     if isinstance(a, torch.Tensor):
         # Equality of values would take -0.0 for 0.0.
-        return isinstance(b, torch.Tensor) and torch.equal(
-            a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+        return (
+            isinstance(b, torch.Tensor)
+            and a.dtype == b.dtype
+            and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         )
     return bool(a == b)
 
 
 def _same_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(_same_bits(value, b[key]) for key, value in a.items())
+    return a.keys() == b.keys() and all(same_bits(value, b[key]) for key, value in a.items())
 
 
 def _is_scalar(value: Any) -> bool:
@@ -139,7 +142,7 @@ def _check_elementwise(
             key: value[part] if not _is_scalar(value) and value.shape == param.shape else value
             for key, value in state.items()
         }
-        if not (_same_bits(param[part], part_param) and _same_state(wanted, part_state)):
+        if not (same_bits(param[part], part_param) and _same_state(wanted, part_state)):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} updates half a parameter differently from the whole: "
                 "it is not elementwise and cannot be streamed"
@@ -169,5 +172,5 @@ def _zero_initial(
         zero_param, zero_state = _run(optimizer, group, values, given)
     except Exception:  # noqa: BLE001 - an optimizer may choke on state that it did not make itself
         return None
-    same = _same_bits(param, zero_param) and _same_state(state, zero_state)
+    same = same_bits(param, zero_param) and _same_state(state, zero_state)
     return initial if same else None

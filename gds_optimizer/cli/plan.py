@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Settings are checked as those of a run, which has directories.
     config = StreamConfig(directories=tuple(map(Path, arguments.directories or ["/"])), **settings)
     host_bytes = parse_size(arguments.host_memory) if arguments.host_memory else available_bytes()
-    local_ranks = max(arguments.local_ranks or arguments.ranks, 1)
+    local_ranks = arguments.local_ranks or arguments.ranks
     config = config.for_device(arguments.device, host_bytes=host_bytes // local_ranks)
     if arguments.measure and not arguments.directories:
         raise ConfigError("--measure needs --dir: name a directory on each drive")
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.numel,
         config,
         ranks=arguments.ranks,
-        local_ranks=arguments.local_ranks,
+        local_ranks=local_ranks,
         optimizer=arguments.optimizer,
         rates=replace(rates, **named),
         look_for_room=bool(arguments.directories),

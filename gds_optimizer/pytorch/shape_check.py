@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gds_optimizer.errors import UnsupportedError
+from gds_optimizer.schema import same_bits
 from gds_optimizer.stepper import Stepper
 
 _SHAPES = ((16, 16), (4, 4, 2, 8))
@@ -48,7 +49,7 @@ def check_shapes(
             except Exception as error:
                 raise _refusal(optimizer, shape, f"it cannot step one ({error})") from error
             for key, value in flat.items():
-                if not _same_bits(value, shaped.get(key)):
+                if not same_bits(value, shaped.get(key)):
                     raise _refusal(optimizer, shape, f"{key} comes out different")
 
 
@@ -72,13 +73,3 @@ def _stepped(
         stepper.begin()
         (state,) = stepper.run([(group, param, state)])
     return {"the parameter": param, **state}
-
-
-def _same_bits(flat: Any, shaped: Any) -> bool:
-    if not isinstance(flat, torch.Tensor):
-        return bool(flat == shaped)
-    return (
-        isinstance(shaped, torch.Tensor)
-        and flat.dtype == shaped.dtype
-        and torch.equal(flat.reshape(-1).view(torch.uint8), shaped.reshape(-1).view(torch.uint8))
-    )

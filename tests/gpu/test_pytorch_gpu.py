@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from gds_optimizer import runtime
 from gds_optimizer.config import StreamConfig
-from gds_optimizer.probe import decide_io_path
 from gds_optimizer.pytorch import stream
-from tests.support.engines import leftovers
-from tests.support.plain_pytorch import FP32, MIXED, Twins
+from tests.support.plain_pytorch import (
+    FP32,
+    MIXED,
+    Twins,
+    check_six_steps,
+    check_twenty_steps,
+)
+from tests.support.probed import probed_once
 
 pytestmark = pytest.mark.gpu
 
@@ -39,16 +44,10 @@ BUDGETS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The probe's verdict, asked for once: it starts children that take seconds."""
-    config = StreamConfig(directories=(tmp_path_factory.mktemp("probed"),), io="posix")
-    return decide_io_path(config, torch.device("cuda", 0))
-
-
-@pytest.fixture(autouse=True)
-def probed_once(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "decide_io_path", lambda config, device, **options: report)
+@pytest.fixture(scope="module", autouse=True)
+def _probed_once() -> Iterator[None]:
+    with probed_once():
+        yield
 
 
 @pytest.mark.parametrize("dtypes", [MIXED, FP32], ids=["mixed", "fp32"])
@@ -56,23 +55,12 @@ def probed_once(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_twenty_steps_are_those_of_a_resident_optimizer(
     tmp_path: Path, kind: str, dtypes: Any
 ) -> None:
-    make = OPTIMIZERS[kind]
-    twins = Twins(tmp_path, make, dtypes=dtypes, in_groups=True, device="cuda", host_budget=0)
-    with twins.streamed:
-        for step in range(20):
-            twins.step(without=(3, 4) if step % 5 == 2 else (), clip=0.5 if step > 8 else None)
-        twins.check()
-    assert leftovers(tmp_path) == []
+    check_twenty_steps(tmp_path, OPTIMIZERS[kind], dtypes=dtypes, device="cuda")
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_where_buckets_live_changes_no_bit(tmp_path: Path, budget: str) -> None:
-    twins = Twins(tmp_path, OPTIMIZERS["adamw_fused"], device="cuda", **BUDGETS[budget])
-    with twins.streamed:
-        for step in range(6):
-            twins.step(without=(0, 1, 2) if step == 3 else ())
-        twins.check()
-    assert leftovers(tmp_path) == []
+    check_six_steps(tmp_path, OPTIMIZERS["adamw_fused"], device="cuda", **BUDGETS[budget])
 
 
 def test_a_saved_state_continues(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from gds_optimizer.bench.page_cache import resident_pages
 from gds_optimizer.config import StreamConfig
 from tests.megatron.streaming import Streaming, compare
+from tests.support.probed import probed_once
 
 pytestmark = [pytest.mark.gpu, pytest.mark.megatron]
 
@@ -57,20 +58,8 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def probed_once() -> Iterator[None]:
-    """One probe for each I/O path: it starts children that take seconds, and has its own tests."""
-    from gds_optimizer import runtime
-
-    reports: dict[str, Any] = {}
-    decide = runtime.decide_io_path
-
-    def decide_once(config: StreamConfig, device: torch.device, **options: Any) -> Any:
-        if config.io not in reports:
-            reports[config.io] = decide(config, device, **options)
-        return reports[config.io]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "decide_io_path", decide_once)
+def _probed_once() -> Iterator[None]:
+    with probed_once():
         yield
 
 

@@ -14,7 +14,7 @@ import torch
 
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.pytorch import StreamedOptimizer, stream
-from tests.support.engines import same_bits
+from tests.support.engines import leftovers, same_bits
 
 BUCKET_BYTES = 16 * 1024
 """The smallest that holds a main and three moments."""
@@ -140,6 +140,26 @@ class Twins:
             for key, value in wanted.items():
                 both = (entry[key], value)
                 assert both == (None, None) or same_bits(*both), f"{key} of parameter {number}"
+
+
+def check_twenty_steps(directory: Path, make: Make, **options: Any) -> None:
+    """Two groups, gradients that are missing in some steps, and clipping in the later ones."""
+    twins = Twins(directory, make, in_groups=True, host_budget=0, **options)
+    with twins.streamed:
+        for step in range(20):
+            twins.step(without=(3, 4) if step % 5 == 2 else (), clip=0.5 if step > 8 else None)
+        twins.check()
+    assert leftovers(directory) == []
+
+
+def check_six_steps(directory: Path, make: Make, **options: Any) -> None:
+    """One group, and a step without the first parameters."""
+    twins = Twins(directory, make, **options)
+    with twins.streamed:
+        for step in range(6):
+            twins.step(without=(0, 1, 2) if step == 3 else ())
+        twins.check()
+    assert leftovers(directory) == []
 
 
 def options_of(state_dict: dict[str, Any]) -> list[dict[str, Any]]:

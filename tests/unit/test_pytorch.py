@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from gds_optimizer import runtime
 from gds_optimizer.config import StreamConfig
 from gds_optimizer.errors import (
     ConfigError,
@@ -27,7 +26,6 @@ from gds_optimizer.errors import (
     UnsupportedError,
 )
 from gds_optimizer.megatron.fused_adam import FusedAdamStandIn
-from gds_optimizer.probe import decide_io_path
 from gds_optimizer.pytorch import StreamedOptimizer, stream
 from tests.support.engines import leftovers, open_files, same_bits
 from tests.support.plain_pytorch import (
@@ -36,9 +34,12 @@ from tests.support.plain_pytorch import (
     MIXED,
     SHAPES,
     Twins,
+    check_six_steps,
+    check_twenty_steps,
     options_of,
     parameters,
 )
+from tests.support.probed import probed_once
 
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 sgd = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
@@ -71,16 +72,10 @@ BUDGETS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The probe's verdict, asked for once: it starts a process each time."""
-    directory = tmp_path_factory.mktemp("probed")
-    return decide_io_path(StreamConfig(directories=(directory,)), torch.device("cpu"))
-
-
-@pytest.fixture(autouse=True)
-def probed_once(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "decide_io_path", lambda config, device, **options: report)
+@pytest.fixture(scope="module", autouse=True)
+def _probed_once() -> Iterator[None]:
+    with probed_once():
+        yield
 
 
 @pytest.fixture
@@ -97,22 +92,12 @@ def state(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtypes", [MIXED, FP32], ids=["mixed", "fp32"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_twenty_steps_are_those_of_a_resident_optimizer(state, kind, dtypes):
-    twins = Twins(state, OPTIMIZERS[kind], dtypes=dtypes, in_groups=True, host_budget=0)
-    with twins.streamed:
-        for step in range(20):
-            twins.step(without=(3, 4) if step % 5 == 2 else (), clip=0.5 if step > 8 else None)
-        twins.check()
-    assert leftovers(state) == []
+    check_twenty_steps(state, OPTIMIZERS[kind], dtypes=dtypes)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_where_buckets_live_changes_no_bit(state, budget):
-    twins = Twins(state, OPTIMIZERS["adamw_fused"], **BUDGETS[budget])
-    with twins.streamed:
-        for step in range(6):
-            twins.step(without=(0, 1, 2) if step == 3 else ())
-        twins.check()
-    assert leftovers(state) == []
+    check_six_steps(state, OPTIMIZERS["adamw_fused"], **BUDGETS[budget])
 
 
 def test_fp16_and_fp64_parameters(state):

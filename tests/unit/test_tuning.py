@@ -808,7 +808,7 @@ def test_a_faster_path_is_what_the_runtime_takes(tmp_path, monkeypatch):
 def test_slots_and_buckets_of_a_runtime(tmp_path, monkeypatch, drives, given, slots, size):
     """State is cut as chosen, and the bits are the same."""
     free_bytes = 16 * GIB if slots == 12 else 8 * GIB
-    monkeypatch.setattr(runtime_module, "available_bytes", lambda: free_bytes)
+    monkeypatch.setattr(runtime_module, "host_share", lambda: free_bytes)
     timed = drives_of(tmp_path, drives, 4e9)
     monkeypatch.setattr(tuning, "MIN_STATE_BYTES", 1)
     monkeypatch.setattr(tuning, "time_paths", lambda *args, **options: timed.timings)
