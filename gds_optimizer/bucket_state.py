@@ -76,6 +76,8 @@ class BucketState:
         self.main_from_model = [False] * len(buckets)
         self.model_is_behind: set[int] = set()
         self.halves = UpperHalves(plan, self.pieces, store, pool)
+        # Of each bucket whose planes are all stored as they are in memory: name, bytes, dtype.
+        self._views = [_views(bucket) for bucket in buckets]
         pool.viewers.add(self)
 
     def let_go_of_slots(self) -> None:
@@ -137,6 +139,10 @@ class BucketState:
         pool's scratch with whatever is there: `current_planes` decodes them, `encode` and
         `encode_initial` put them into the slot.
         """
+        views = self._views[bucket.index]
+        if views is not None:
+            buffer = slot.buffer
+            return {name: buffer[start:stop].view(dtype) for name, start, stop, dtype in views}
         planes, offset = {}, 0
         for plane in bucket.planes:
             codec = get_codec(plane.codec)
@@ -160,6 +166,8 @@ class BucketState:
         """
         needed, bucket = self.needed(index), self.layout.buckets[index]
         planes = self.planes(bucket, slot)
+        if len(needed) == len(planes) and not main_only and self._views[index] is not None:
+            return planes  # all of it is there, as it is
         if main_only:
             planes = {name: values for name, values in planes.items() if name == MAIN_PLANE}
         if index in self.halves.buckets and 0 in needed:
@@ -393,6 +401,17 @@ class BucketState:
             return
         for number in self.main_parts(index):
             replace_plane_checksum(slot.buffer, self.layout.buckets[index], number)
+
+
+def _views(bucket: Bucket) -> list[tuple[str, int, int, torch.dtype]] | None:
+    """How a slot is cut into the values of a bucket; None where some must be decoded."""
+    codecs = [get_codec(plane.codec) for plane in bucket.planes]
+    if not all(codec.is_view for codec in codecs):
+        return None
+    return [
+        (plane.name, plane.offset, plane.offset + codec.encoded_bytes(bucket.numel), codec.dtype)
+        for plane, codec in zip(bucket.planes, codecs, strict=True)
+    ]
 
 
 def _encoded(slot: Slot, plane: Plane) -> torch.Tensor:

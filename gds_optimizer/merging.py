@@ -276,6 +276,11 @@ class Merger:
         self.is_allowed = merges(plan.optimizer)
         self._tables: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}
         self._known: dict[int, tuple[bytes, BucketRuns]] = {}
+        # What runs were made of in the last step, how often that has changed, and for each bucket
+        # when its runs were last looked at.
+        self._made_of: list[Any] = []
+        self._changes = 0
+        self._seen: dict[int, int] = {}
         self.mains = Mains(plan)
         self._groups: tuple[list[list[int]], np.ndarray[Any, np.dtype[np.int64]], int] | None = None
 
@@ -296,6 +301,23 @@ class Merger:
             self._groups = (members, group, unknown)
         return self._groups[1:]
 
+    def begin(
+        self, gradients: Gradients, scalar_classes: np.ndarray[Any, np.dtype[np.int64]] | None
+    ) -> None:
+        """Compare with the last step, once for all buckets: in a steady run nothing has changed."""
+        made_of = [
+            gradients.group,
+            gradients.is_there,
+            gradients.address,
+            gradients.itemsize,
+            gradients.kind,
+            np.empty(0) if scalar_classes is None else scalar_classes,
+            np.array([bool(group.get("fused")) for group in self.plan.optimizer.param_groups]),
+        ]
+        if not self._made_of or not all(map(np.array_equal, made_of, self._made_of)):
+            self._changes += 1
+        self._made_of = made_of
+
     def runs(
         self,
         index: int,
@@ -308,8 +330,15 @@ class Merger:
             index: of the bucket.
             gradients: of the step.
             scalar_classes: for each binding, a number that those with equal scalars share; None
-                where nothing may be merged.
+                where nothing may be merged. Both are those that `begin` was told.
         """
+        if self._seen.get(index) == self._changes:
+            made = self._known[index][1]
+            if all(
+                len(run.pieces) == 1 or run.is_gathered or gradients.reach(run) for run in made.runs
+            ):
+                return made
+        self._seen[index] = self._changes
         table = self._table(index)
         binding, start, stop, offset = table
         group = gradients.group[binding]

@@ -69,6 +69,7 @@ class StepPass:
         self._gradients = Gradients(merger.mains, self._group)
         self._grads = self._gradients.held
         self._classes = scalars.classes() if merger.is_allowed else None
+        merger.begin(self._gradients, self._classes)
         self._runs: dict[int, BucketRuns] = {}
         self.active = active_buckets(buckets, self._grads)
         self._new_scalars: list[tuple[list[int], dict[str, Any]]] = []
