@@ -62,16 +62,18 @@ class _Cohort:
     views: dict[str, Sequence[torch.Tensor]]
     addresses: dict[str, list[int]]
 
-    def set(self, members: list[int], values: dict[str, Any]) -> bool:
-        """Give all members new values, in place; False (and nothing done) where that may not be.
+    def targets(
+        self, members: list[int], values: dict[str, Any]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Where new values for all members go, and the values; None where that may not be.
 
         The states must hold what was left in them: the very tensors, over the very memory.
         """
         if members != self.members or values.keys() != self.bases.keys():
-            return False
+            return None
         held = self.states
         if set(map(len, held)) != {len(values)}:
-            return False
+            return None
         for name, value in values.items():
             base = self.bases[name]
             if (
@@ -82,10 +84,9 @@ class _Cohort:
                 or not _are_the_same(list(map(itemgetter(name), held)), self.views[name])
                 or list(map(torch.Tensor.data_ptr, self.views[name])) != self.addresses[name]
             ):
-                return False
-        for name, value in values.items():
-            self.bases[name].copy_(value)
-        return True
+                return None
+        whole = self.bases if len(members) > 1 else {name: v[0] for name, v in self.views.items()}
+        return [(whole[name], value) for name, value in values.items()]
 
 
 class Scalars:
@@ -198,6 +199,26 @@ class Scalars:
         held = self.plan.optimizer.state.get(self.plan.bindings[index].main, {})
         return {key: copy_value(value) for key, value in held.items()}
 
+    def copies(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Copies of the scalars of several bindings, made by as few kernels as possible."""
+        state, bindings = self.plan.optimizer.state, self.plan.bindings
+        found: list[dict[str, Any]] = []
+        alike: dict[Any, list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
+        for index in indices:
+            own: dict[str, Any] = {}
+            for key, value in state.get(bindings[index].main, {}).items():
+                own[key] = value
+                if type(value) is torch.Tensor and value.dim() == 0:
+                    alike.setdefault((value.dtype, value.device), []).append((own, key, value))
+                else:
+                    own[key] = copy_value(value)
+            found.append(own)
+        for places in alike.values():
+            values = torch.stack([value for _, _, value in places]).unbind()
+            for (own, key, _), value in zip(places, values, strict=True):
+                own[key] = value
+        return found
+
     def commit(self, scalars: Sequence[tuple[list[int], dict[str, Any]]]) -> None:
         """Take what a step has left: bindings, each of them once, and the scalars they share.
 
@@ -207,12 +228,22 @@ class Scalars:
         states = self._states()
         if self._left_keys is not self._keys or not _are_the_same(states, self._left):
             self._forget_cohorts()  # somebody has put other states in their place
+        alike: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for members, values in scalars:
             if not members:
                 continue
             known = self._cohort_of.get(members[0])
-            if known is None or not known.set(members, values):
+            targets = None if known is None else known.targets(members, values)
+            if targets is None:
                 self._start_cohort(members, values)
+            for target, value in targets or ():
+                if target.shape == value.shape:
+                    alike[0].append(target)
+                    alike[1].append(value)
+                else:
+                    target.copy_(value)
+        if alike[0]:
+            torch._foreach_copy_(*alike)  # one kernel, not one for each bucket
         self._left = self._states()
         self._left_keys = self._keys
 
@@ -370,7 +401,7 @@ class Scalars:
         return list(map(state.get, self._mains)) if self._has_others else list(state.values())
 
     def state_for(
-        self, index: int, where: slice, planes: dict[str, torch.Tensor]
+        self, index: int, where: slice, planes: dict[str, torch.Tensor], copies: dict[str, Any]
     ) -> dict[str, Any]:
         """The optimizer's state for a run: views of the planes, and the parameter's scalars.
 
@@ -378,10 +409,11 @@ class Scalars:
             index: of the run's first binding; the others' scalars are the same.
             where: the run's elements in the bucket.
             planes: of the bucket.
+            copies: of the binding's scalars, from `copies`; it becomes the state.
         """
         schema = self.plan.schemas[index]
         if self.has_state[index]:
-            scalars = self.of(index)
+            scalars = copies
         elif schema.initial is not None:
             scalars = {key: copy_value(value) for key, value in schema.initial.items()}
         else:

@@ -162,10 +162,12 @@ class StepPass:
         Returns:
             For each bucket its pieces that were stepped.
         """
-        stepped, places, steps = [], [], []
-        for index, planes in held:
-            active = self._runs_of(index)
-            stepped.append(active)
+        places, steps = [], []
+        stepped = [self._runs_of(index) for index, _ in held]
+        copies = iter(
+            self.scalars.copies([run.pieces[0].binding for each in stepped for run in each.runs])
+        )
+        for (_, planes), active in zip(held, stepped, strict=True):
             for run in active.runs:
                 first = run.pieces[0]
                 binding = self.plan.bindings[first.binding]
@@ -174,7 +176,9 @@ class StepPass:
                 else:
                     run.tensor.data = binding.main.detach()[first.shard_slice]
                 run.tensor.grad = self._gradients.of(run)
-                state = self.scalars.state_for(first.binding, run.bucket_slice, planes)
+                state = self.scalars.state_for(
+                    first.binding, run.bucket_slice, planes, next(copies)
+                )
                 steps.append((int(self._group[first.binding]), run.tensor, state))
                 places.append((run, planes))
         with self.pool.trace.visit_span("compute", held[0][0]):
