@@ -335,7 +335,7 @@ def test_counters_updated_in_place_are_those_made_anew(tmp_path, monkeypatch):
     in_place: list[bool] = []
     fast, fast_state = play("fast")
     with monkeypatch.context() as patch:
-        patch.setattr("gds_optimizer.scalars._Cohort.set", lambda *_: False)
+        patch.setattr("gds_optimizer.scalars._Cohort.targets", lambda *_: None)
         slow, slow_state = play("slow")
     assert in_place == [True, False]
     assert fast == slow
