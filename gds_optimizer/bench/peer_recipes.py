@@ -8,6 +8,7 @@ one, whose arithmetic is a copy and is timed with the step.
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import os
@@ -302,19 +303,54 @@ def streamer_recipe(path: Path) -> Recipe:
     `params` are fp32 leaf tensors on the device whose `.grad` is set before every step; it has
     `directory`, on the drive, to itself. An object with `close()` has it called in the end.
 
+    A file with `setup_optimizer_state_streaming(args, optimizer)` instead takes over Megatron's
+    distributed optimizer: see `peer_megatron`.
+
     The file runs only when the recipe is built.
+
+    Raises:
+        SyntaxError: the file is no Python.
     """
+    takes_megatron = _MEGATRON_SETUP in _names_in(path)
 
     def build(params: Tensors, grads: Tensors, setting: Setting) -> Peer:
         names = runpy.run_path(str(path))
+        if takes_megatron:
+            from gds_optimizer.bench import peer_megatron
+
+            return peer_megatron.build(names[_MEGATRON_SETUP], params, grads, setting)
         if not callable(names.get("build")):
-            raise CannotRunError(f"{path} has no function build(params, directory)")
+            raise CannotRunError(
+                f"{path} has no function build(params, directory) and no function "
+                f"{_MEGATRON_SETUP}(args, optimizer)"
+            )
         optimizer = names["build"](params, setting.directory)
         peer = _plain(optimizer, params, grads)
         peer.close = getattr(optimizer, "close", peer.close)
         return peer
 
-    return Recipe(name=path.name, build=build, is_adamw=False)
+    return Recipe(
+        name=path.name,
+        build=build,
+        half=takes_megatron,
+        module="megatron.core" if takes_megatron else None,
+        package="megatron-core" if takes_megatron else None,
+        is_adamw=False,
+    )
+
+
+_MEGATRON_SETUP = "setup_optimizer_state_streaming"
+
+
+def _names_in(path: Path) -> set[str]:
+    """What a Python file defines or imports by name, without running it."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {each.asname or each.name for each in node.names}
+    return names
 
 
 RECIPES = {

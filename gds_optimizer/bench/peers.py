@@ -3,7 +3,8 @@
 Each peer runs in a process of its own, one after the other, between measurements of what the drive
 gives to a plain loop of direct I/O. A streamer of one's own is a Python file with
 `build(params, directory)`, which returns an object with `step()`; `params` are fp32 leaf tensors
-whose `.grad` is set before every step.
+whose `.grad` is set before every step. Or it has `setup_optimizer_state_streaming(args, optimizer)`
+for Megatron's distributed optimizer: see `peer_megatron`.
 """
 
 from __future__ import annotations
@@ -228,7 +229,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         action="append",
         default=[],
-        help="a Python file with build(params, directory), which returns an object with step()",
+        help="a Python file with build(params, directory), which returns an object with step(), or "
+        "with setup_optimizer_state_streaming(args, optimizer) for Megatron's",
     )
     parser.add_argument(
         "--memory-cap",
