@@ -14,6 +14,7 @@ from gds_optimizer.codecs import (
     rounding_seed,
 )
 from gds_optimizer.codecs.remainder import stored_moments
+from gds_optimizer.device_cuts import DeviceCuts
 from gds_optimizer.errors import CorruptBucketError
 from gds_optimizer.footer import (
     BucketRecord,
@@ -78,6 +79,7 @@ class BucketState:
         self.halves = UpperHalves(plan, self.pieces, store, pool)
         # Of each bucket whose planes are all stored as they are in memory: name, bytes, dtype.
         self._views = [_views(bucket) for bucket in buckets]
+        self.device_cuts = DeviceCuts()
         pool.viewers.add(self)
 
     def let_go_of_slots(self) -> None:
@@ -85,6 +87,12 @@ class BucketState:
         for pieces in self.pieces:
             for piece in pieces:
                 piece.tensor.data = piece.tensor.new_empty(0)
+        self.forget_cuts()
+
+    def forget_cuts(self) -> None:
+        """Hold on to no memory of buckets that live on the device."""
+        self.device_cuts.clear()
+        self._model_copies.let_go_of_mains()
 
     # ------------------------------------------------------------------ what is where
 
@@ -142,7 +150,14 @@ class BucketState:
         views = self._views[bucket.index]
         if views is not None:
             buffer = slot.buffer
-            return {name: buffer[start:stop].view(dtype) for name, start, stop, dtype in views}
+            known = self.device_cuts.planes(bucket.index, buffer)
+            if known is not None:
+                return known
+            cut = {name: buffer[start:stop].view(dtype) for name, start, stop, dtype in views}
+            file = self.store.in_memory.get(bucket.index)
+            if file is not None and file.stays_on_device:
+                self.device_cuts.keep(bucket.index, buffer, cut)
+            return cut
         planes, offset = {}, 0
         for plane in bucket.planes:
             codec = get_codec(plane.codec)

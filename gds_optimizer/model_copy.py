@@ -24,16 +24,24 @@ class _Copies:
         models: parts of parameters, several neighbours in one tensor.
         sizes: elements of the main plane from its start, in turn part or gap.
         picks: which of those are the parts, in the order of `models`.
+        cut: a main plane that stays where it is, and its parts.
     """
 
     addresses: list[int]
     models: list[torch.Tensor]
     sizes: list[int]
     picks: list[int]
+    cut: tuple[torch.Tensor, list[torch.Tensor]] | None = None
 
     def mains(self, main: torch.Tensor) -> list[torch.Tensor]:
         parts = main[: sum(self.sizes)].split_with_sizes(self.sizes)
         return [parts[pick] for pick in self.picks]
+
+    def kept_mains(self, main: torch.Tensor) -> list[torch.Tensor]:
+        """The same, and the next time the very same tensors."""
+        if self.cut is None or self.cut[0] is not main:
+            self.cut = (main, self.mains(main))
+        return self.cut[1]
 
 
 class ModelCopies:
@@ -56,13 +64,16 @@ class ModelCopies:
         _copy(copies.models, copies.mains(main))
 
     def all_to_model(self, mains: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """The same for several buckets (index, main plane), in as few operations as possible."""
+        """The same for several buckets (index, main plane), in as few operations as possible.
+
+        Those planes stay where they are between steps: see `let_go_of_mains`.
+        """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for index, main in mains:
             copies = self._of(index)
             targets += copies.models
-            sources += copies.mains(main)
+            sources += copies.kept_mains(main)
         _copy(targets, sources)
 
     def from_model(self, index: int, main: torch.Tensor) -> None:
@@ -73,6 +84,11 @@ class ModelCopies:
     def forget(self, index: int) -> None:
         """Hold on to no parameter of a bucket: one that moves would keep its old memory."""
         self._known.pop(index, None)
+
+    def let_go_of_mains(self) -> None:
+        """Hold on to no main plane."""
+        for copies in self._known.values():
+            copies.cut = None
 
     def count(self, index: int) -> int:
         """How many copies a bucket takes."""

@@ -378,7 +378,10 @@ class Passes:
                 all the same.
         """
         if self._finalizer.detach() is not None:
-            _close(self.pipeline, self.store)
+            try:
+                _close(self.pipeline, self.store)
+            finally:
+                self._buckets.forget_cuts()
 
 
 def _numbered(buckets: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gds_optimizer.device_cuts import Cut
 from gds_optimizer.errors import UnsupportedError
 from gds_optimizer.evicted import EvictedState
 from gds_optimizer.plan import EnginePlan
@@ -400,15 +401,12 @@ class Scalars:
             self._has_others = set(map(id, keys)) != set(map(id, self._mains))
         return list(map(state.get, self._mains)) if self._has_others else list(state.values())
 
-    def state_for(
-        self, index: int, where: slice, planes: dict[str, torch.Tensor], copies: dict[str, Any]
-    ) -> dict[str, Any]:
+    def state_for(self, index: int, cut: Cut, copies: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state for a run: views of the planes, and the parameter's scalars.
 
         Args:
             index: of the run's first binding; the others' scalars are the same.
-            where: the run's elements in the bucket.
-            planes: of the bucket.
+            cut: the run's elements in the planes of its bucket.
             copies: of the binding's scalars, from `copies`; it becomes the state.
         """
         schema = self.plan.schemas[index]
@@ -419,16 +417,10 @@ class Scalars:
         else:
             return {}
         for plane in schema.planes:
-            scalars[plane.name] = planes[plane.name][where]
+            scalars[plane.name] = cut.parts[plane.name]
         return scalars
 
-    def take_state(
-        self,
-        index: int,
-        where: slice,
-        state: dict[str, Any],
-        planes: dict[str, torch.Tensor],
-    ) -> dict[str, Any]:
+    def take_state(self, index: int, state: dict[str, Any], cut: Cut) -> dict[str, Any]:
         """Put the planes that the optimizer left for a run into the slot; return the rest.
 
         Raises:
@@ -438,9 +430,8 @@ class Scalars:
         kept: dict[str, Any] = {}
         for key, value in state.items():
             if key in names:
-                view = planes[key][where]
-                if value.data_ptr() != view.data_ptr():  # created or replaced, not updated
-                    view.copy_(value)
+                if value.data_ptr() != cut.addresses[key]:  # created or replaced, not updated
+                    cut.put(key, value)
             elif isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise UnsupportedError(
                     f"{type(self.plan.optimizer).__name__} began to keep {key!r} for "

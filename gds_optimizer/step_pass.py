@@ -18,8 +18,12 @@ from gds_optimizer.scalars import Scalars
 from gds_optimizer.slots import Slot, SlotPool
 from gds_optimizer.stepper import Stepper
 
-_RESIDENT_BATCH = 16
-"""Most buckets that one call of the optimizer steps: enough to make its overhead small."""
+_RESIDENT_BATCHES = (4, 64)
+"""Buckets that the first call of the optimizer steps, and the most that a later one does.
+
+The first is small, so that the device begins early; each takes twice as many as the one before, for
+which the device needs longer than the host needs to prepare them.
+"""
 _FUSED_LIBRARIES = ("transformer_engine", "apex")
 """Whose optimizers step in place without an option that says so."""
 
@@ -66,6 +70,7 @@ class StepPass:
         if unknown:
             raise late_parameters(unknown)
         scalars.check_planes_streamed()
+        self._group_of = self._group.tolist()
         self._gradients = Gradients(merger.mains, self._group)
         self._grads = self._gradients.held
         self._classes = scalars.classes() if merger.is_allowed else None
@@ -101,13 +106,11 @@ class StepPass:
     def visit_resident(self, homes: Sequence[tuple[int, Slot]]) -> None:
         """Step buckets that live on the device, several in one call of the optimizer.
 
-        A call for each would take the host longer than the step takes the device. The first calls
-        are small, so that the device has something to do while the host prepares the next one.
+        A call for each would take the host longer than the step takes the device.
         """
-        limit = _RESIDENT_BATCH if self._steps_without_temporaries() else 1
-        position, count = 0, 1
+        count, limit = _RESIDENT_BATCHES if self._steps_without_temporaries() else (1, 1)
+        position = 0
         while position < len(homes):
-            count = min(2 * count, limit)
             batch = list(homes[position : position + count])
             if len(batch) > 1 and any(
                 self.plan.layout.buckets[index].scratch_bytes or self._gathers(index)
@@ -117,6 +120,7 @@ class StepPass:
                 batch = batch[:1]
             self._visit_batch(batch)
             position += len(batch)
+            count = min(2 * count, limit)
 
     def _gathers(self, index: int) -> bool:
         return any(run.is_gathered for run in self._runs_of(index).runs)
@@ -167,26 +171,24 @@ class StepPass:
         copies = iter(
             self.scalars.copies([run.pieces[0].binding for each in stepped for run in each.runs])
         )
-        for (_, planes), active in zip(held, stepped, strict=True):
+        for (index, planes), active in zip(held, stepped, strict=True):
             for run in active.runs:
                 first = run.pieces[0]
                 binding = self.plan.bindings[first.binding]
+                cut = self.buckets.device_cuts.cut(index, planes, run.bucket_slice)
                 if binding.keeps_main:
-                    run.tensor.data = planes[MAIN_PLANE][run.bucket_slice]
+                    run.tensor.data = cut.parts[MAIN_PLANE]
                 else:
                     run.tensor.data = binding.main.detach()[first.shard_slice]
                 run.tensor.grad = self._gradients.of(run)
-                state = self.scalars.state_for(
-                    first.binding, run.bucket_slice, planes, next(copies)
-                )
-                steps.append((int(self._group[first.binding]), run.tensor, state))
-                places.append((run, planes))
+                state = self.scalars.state_for(first.binding, cut, next(copies))
+                steps.append((self._group_of[first.binding], run.tensor, state))
+                places.append((run, cut))
         with self.pool.trace.visit_span("compute", held[0][0]):
             results = self.stepper.run(steps) if steps else []
-        for (run, planes), state in zip(places, results, strict=True):
+        for (run, cut), state in zip(places, results, strict=True):
             run.tensor.grad = None
-            first = run.pieces[0]
-            kept = self.scalars.take_state(first.binding, run.bucket_slice, state, planes)
+            kept = self.scalars.take_state(run.pieces[0].binding, state, cut)
             if state:
                 self._new_scalars.append((run.owners, kept))
         for (_, planes), active in zip(held, stepped, strict=True):

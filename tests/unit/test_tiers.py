@@ -63,3 +63,52 @@ def test_budgets_change_no_bit(tmp_path: Path, budgets: str, optimizer: str, mom
             both.step(step, without=(3,) if step == 1 else ())
             both.check_models()
         both.check()
+
+
+class Moving(torch.optim.AdamW):
+    """Leaves moments in other memory: as new tensors, and as other memory of the same tensor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for state in self.state.values():
+            state["exp_avg"] = state["exp_avg"].clone()
+            state["exp_avg_sq"].data = state["exp_avg_sq"].clone()
+
+
+def moving(groups: Any) -> torch.optim.Optimizer:
+    return Moving(groups, lr=1e-2)
+
+
+@pytest.mark.parametrize("budgets", ["all_on_device", "device_and_nvme", "less_than_a_bucket"])
+def test_moments_that_the_optimizer_leaves_elsewhere_are_fetched(
+    tmp_path: Path, budgets: str
+) -> None:
+    with pair(tmp_path, moving, budgets=BUDGETS[budgets]) as both:
+        for step in range(4):
+            both.step(step)
+            both.check_models()
+        both.check()
+
+
+def test_views_of_what_lives_on_the_device_are_dropped_when_it_is_given_back(
+    tmp_path: Path,
+) -> None:
+    with pair(tmp_path, fused, budgets=BUDGETS["all_on_device"]) as both:
+        streamed = both.streamed
+
+        def owners(tensor: torch.Tensor) -> int:
+            return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+        def most() -> int:
+            return max(owners(file.memory) for file in streamed.store.in_memory.values())
+
+        both.step(0)
+        both.step(1)
+        alone = owners(torch.empty(8))
+        assert most() > alone
+        streamed.pool.suspend()
+        assert most() == alone
+        streamed.pool.resume()
+        both.step(2)
+        both.check()
+        streamed.engine.close()
