@@ -58,6 +58,7 @@ class BucketState:
     Attributes:
         records: for each bucket, what its file holds.
         pieces: for each bucket, its pieces with their bindings.
+        bindings: for each bucket, the bindings of its pieces.
         main_from_model: for each bucket, whether its main plane is out of date because the model's
             parameters hold the values.
         model_is_behind: buckets whose mains were changed between steps; the next step gives them
@@ -73,6 +74,7 @@ class BucketState:
         buckets = self.layout.buckets
         self.records = [BucketRecord(0, [False] * len(bucket.planes)) for bucket in buckets]
         self.pieces: list[list[BoundPiece]] = [bind_pieces(plan, bucket) for bucket in buckets]
+        self.bindings = [frozenset(piece.binding for piece in pieces) for pieces in self.pieces]
         self._model_copies = ModelCopies(plan, self.pieces)
         self.main_from_model = [False] * len(buckets)
         self.model_is_behind: set[int] = set()

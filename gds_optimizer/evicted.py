@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from types import NoneType
 from typing import Any
 
 import torch
@@ -182,9 +184,11 @@ class EvictedTensor(torch.Tensor):
 def gradients_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients of tensors, evicted or not, in less time than asking each of them takes."""
     own: list[torch.Tensor | None] = list(map(_GRAD.__get__, tensors))
-    for index, lazy in enumerate([getattr(tensor, "_lazy_grad", None) for tensor in tensors]):
-        if lazy is not None:
-            own[index] = lazy
+    lazies = list(map(getattr, tensors, repeat("_lazy_grad"), repeat(None)))
+    if set(map(type, lazies)) != {NoneType}:
+        for index, lazy in enumerate(lazies):
+            if lazy is not None:
+                own[index] = lazy
     return own
 
 

@@ -24,6 +24,8 @@ from gds_optimizer.telemetry import PassClock
 Ranges = Sequence[tuple[int, int]]
 """Byte ranges of a bucket file as (offset, length), page multiples; the slot has the same ones."""
 
+VisitResident = Callable[[Sequence[int], Callable[[int], Slot]], None]
+
 _HOLDING = (SlotState.CACHED, SlotState.WRITING)
 _POLL_S = 0.0002
 """Seconds between two looks at several reads, of which the first to end is wanted."""
@@ -90,7 +92,7 @@ class Pipeline:
         reads: Callable[[int], Ranges],
         visit: Callable[[int, Slot, bool], Ranges],
         clock: PassClock,
-        visit_resident: Callable[[Sequence[tuple[int, Slot]]], None] | None = None,
+        visit_resident: VisitResident | None = None,
     ) -> None:
         """Visit the buckets in `order`, reading ahead and writing behind.
 
@@ -107,15 +109,21 @@ class Pipeline:
                 slot any more, and says which ranges of the slot must be written. Kernels may
                 still be at work where the bucket lives in memory: copies wait for them.
             clock: gets times and byte counts.
-            visit_resident: visits all buckets that live on the device at once; by default `visit`
-                is called for each.
+            visit_resident: visits all buckets that live on the device; gets them, and what gives
+                the slot of one. By default `visit` is called for each.
 
         Raises:
             GdsOptimizerError: the first failure, after every transfer in flight has ended. The
                 buckets whose visit has returned are on disk unless the failure was their write.
         """
-        resident = [index for index in order if self._lives_on_device(index)]
-        queues = _Queues(self.store.files, [i for i in order if not self._lives_on_device(i)])
+        files = self.store.files
+        on_device = {
+            index
+            for index in order
+            if isinstance(file := files[index], MemoryFile) and file.stays_on_device
+        }
+        resident = [index for index in order if index in on_device]
+        queues = _Queues(files, [index for index in order if index not in on_device])
         reading: deque[Slot] = deque()
         try:
             self._raise_tail_failure()
@@ -141,33 +149,30 @@ class Pipeline:
             self._abandon(error)
             raise
 
-    def _lives_on_device(self, bucket: int) -> bool:
-        file = self.store.files[bucket]
-        return isinstance(file, MemoryFile) and file.stays_on_device
-
     def _visit_resident(
         self,
         buckets: Sequence[int],
         visit: Callable[[int, Slot, bool], Ranges],
-        visit_all: Callable[[Sequence[tuple[int, Slot]]], None] | None,
+        visit_all: VisitResident | None,
         clock: PassClock,
     ) -> None:
         """Visit buckets that live on the device; there is nothing to read and nothing to write."""
-        homes = []
-        for bucket in buckets:
+
+        def slot_of(bucket: int) -> Slot:
             file = self.store.files[bucket]
             assert isinstance(file, MemoryFile)
             slot = Slot(bucket, file.memory)
             slot.assign(self, bucket, SlotState.COMPUTING)
-            homes.append((bucket, slot))
+            return slot
+
         with clock.phase("compute"):
             if visit_all is not None:
-                visit_all(homes)
+                visit_all(buckets, slot_of)
             else:
-                for bucket, slot in homes:
-                    visit(bucket, slot, False)
-        clock.stats.buckets += len(homes)
-        clock.stats.device_buckets += len(homes)
+                for bucket in buckets:
+                    visit(bucket, slot_of(bucket), False)
+        clock.stats.buckets += len(buckets)
+        clock.stats.device_buckets += len(buckets)
 
     def _follow_or_finish(self, slot: Slot) -> None:
         """See to it that what comes next on the current stream finds the bytes in the slot."""

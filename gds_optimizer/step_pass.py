@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from gds_optimizer.scalars import Scalars
 from gds_optimizer.slots import Slot, SlotPool
 from gds_optimizer.stepper import Stepper
 
-_RESIDENT_BATCHES = (4, 64)
+_RESIDENT_BATCHES = (2, 64)
 """Buckets that the first call of the optimizer steps, and the most that a later one does.
 
 The first is small, so that the device begins early; each takes twice as many as the one before, for
@@ -76,7 +76,7 @@ class StepPass:
         self._classes = scalars.classes() if merger.is_allowed else None
         merger.begin(self._gradients, self._classes)
         self._runs: dict[int, BucketRuns] = {}
-        self.active = active_buckets(buckets, self._grads)
+        self.active = active_buckets(buckets, self._grads.keys())
         self._new_scalars: list[tuple[list[int], dict[str, Any]]] = []
 
     def visit(self, index: int, slot: Slot, from_disk: bool) -> Ranges:
@@ -103,15 +103,15 @@ class StepPass:
         self._count_as_stepped(index)
         return [(0, bucket.file_bytes)]
 
-    def visit_resident(self, homes: Sequence[tuple[int, Slot]]) -> None:
+    def visit_resident(self, indices: Sequence[int], slot_of: Callable[[int], Slot]) -> None:
         """Step buckets that live on the device, several in one call of the optimizer.
 
         A call for each would take the host longer than the step takes the device.
         """
         count, limit = _RESIDENT_BATCHES if self._steps_without_temporaries() else (1, 1)
         position = 0
-        while position < len(homes):
-            batch = list(homes[position : position + count])
+        while position < len(indices):
+            batch = [(index, slot_of(index)) for index in indices[position : position + count]]
             if len(batch) > 1 and any(
                 self.plan.layout.buckets[index].scratch_bytes or self._gathers(index)
                 for index, _ in batch
@@ -241,7 +241,7 @@ class StepPass:
                 self.plan.optimizer.state[self.plan.bindings[index].main] = state
 
 
-def active_buckets(buckets: BucketState, with_gradient: Container[int]) -> list[int]:
+def active_buckets(buckets: BucketState, with_gradient: Set[int]) -> list[int]:
     """Buckets that a step visits: those with a gradient, or with mains the model does not know.
 
     Args:
@@ -250,9 +250,8 @@ def active_buckets(buckets: BucketState, with_gradient: Container[int]) -> list[
     """
     return [
         index
-        for index, pieces in enumerate(buckets.pieces)
-        if index in buckets.model_is_behind
-        or any(piece.binding in with_gradient for piece in pieces)
+        for index, bindings in enumerate(buckets.bindings)
+        if index in buckets.model_is_behind or not with_gradient.isdisjoint(bindings)
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -87,9 +87,12 @@ def test_all_on_the_device_are_visited_in_one_call() -> None:
     rig = MixedRig(2, device=(0, 1, 4))
     calls: list[list[int]] = []
 
-    def visit_resident(homes: Sequence[tuple[int, Slot]]) -> None:
-        calls.append([bucket for bucket, _ in homes])
-        assert all(slot.state is SlotState.COMPUTING for _, slot in homes)
+    def visit_resident(indices: Sequence[int], slot_of: Callable[[int], Slot]) -> None:
+        calls.append(list(indices))
+        for index in indices:
+            slot = slot_of(index)
+            assert (slot.bucket, slot.state) == (index, SlotState.COMPUTING)
+            assert slot.buffer is rig.store.files[index].memory
 
     rig.pipeline.run(
         range(8),
