@@ -22,7 +22,7 @@ from typing import Any
 from gds_optimizer.errors import GdsOptimizerError
 from gds_optimizer.probing.child import fs_magic
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 CACHE_DAYS = 30
 WAIT_S = 120.0
 """How long another process may take to measure a drive before its turn is given up."""

@@ -6,6 +6,7 @@ kernel.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from concurrent import futures
@@ -21,6 +22,8 @@ from gds_optimizer.io.tasks import Outcome, Task, TaskBackend, TaskFile, open_di
 def allocate_host_buffer(nbytes: int) -> torch.Tensor:
     """Zeroed, page-aligned, pageable host memory that lives as long as a tensor refers to it.
 
+    Of huge pages where the kernel has them for whoever asks.
+
     Args:
         nbytes: its size in bytes, at least 1.
 
@@ -35,6 +38,10 @@ def allocate_host_buffer(nbytes: int) -> torch.Tensor:
         raise ValueError(f"wanted a buffer of at least 1 byte, got {nbytes}")
     # Private: in a forked child, writing to it must not change the parent's bytes.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Of small pages a direct request takes hundreds of segments: drives, virtual ones most of all,
+    # then move it in parts.
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +48,23 @@ def test_host_buffers_are_aligned_zeroed_and_writable(nbytes):
     gc.collect()
     view.fill_(7)  # the memory lives as long as a view of it
     assert view.item() == 7
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="needs huge pages"
+)
+def test_host_buffers_ask_for_huge_pages():
+    buffer = allocate_host_buffer(2**23)
+    address, flags = buffer.data_ptr(), None
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            inside = start <= address < end
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()[1:]
+    assert flags is not None
+    assert "hg" in flags
 
 
 def test_a_host_buffer_needs_a_size():
