@@ -193,7 +193,8 @@ class SlotPool:
 
     def _allocate(self, nbytes: int, what: str, *, keep: bool = True) -> torch.Tensor:
         if self.device.type != "cuda":
-            return allocate_host_buffer(nbytes)
+            # Touched here: the first pass need not wait for its pages, or find that there are none.
+            return allocate_host_buffer(nbytes).zero_()
         try:
             import cupy
         except ImportError as error:
