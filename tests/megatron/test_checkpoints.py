@@ -61,6 +61,7 @@ class Setup:
     init: str = "eager"
     parallel: bool = False
     budgets: dict[str, int] = field(default_factory=dict)
+    slow: bool = False
 
     @property
     def config(self) -> TinyGptConfig:
@@ -89,7 +90,9 @@ SETUPS = {
         formats=(BUCKET_SHAPED, MODEL_SHAPED, GATHERED, LEGACY),
         init="lazy",
     ),
-    "dp_parallel": Setup(world_size=2, options={**FUSED, "tied_embeddings": True}, parallel=True),
+    "dp_parallel": Setup(
+        world_size=2, options={**FUSED, "tied_embeddings": True}, parallel=True, slow=True
+    ),
     "dp_adamw_overlap": Setup(
         world_size=2,
         options={"overlap": True, "ddp_bucket_size": 4096, "mixed_dtype": True, "experts": 4},
@@ -110,6 +113,7 @@ SETUPS = {
         options={"experts": 4, "expert_parallel": 2},
         pairs=STREAMED_ONLY,
         init="lazy",
+        slow=True,
     ),
 }
 
@@ -126,7 +130,12 @@ def add_setup(name: str, setup: Setup) -> list[Any]:
     config = setup.config
     is_saved_plain = any(pair[0] == "plain" for pair in setup.pairs)
     plain_actions = {SAVED: (*(saves("plain", SAVED) if is_saved_plain else ()), Look())}
-    PLAN.add(f"{name}/plain", setup.world_size, Run(config=config, actions=plain_actions))
+    PLAN.add(
+        f"{name}/plain",
+        setup.world_size,
+        Run(config=config, actions=plain_actions),
+        slow=setup.slow,
+    )
     PLAN.add(
         f"{name}/streamed",
         setup.world_size,
@@ -138,6 +147,7 @@ def add_setup(name: str, setup: Setup) -> list[Any]:
                 SAVED: (*saves("streamed", SAVED), Look()),
             },
         ),
+        slow=setup.slow,
     )
     found = []
     for source, target in setup.pairs:
@@ -155,8 +165,10 @@ def add_setup(name: str, setup: Setup) -> list[Any]:
                         streaming=streaming if target == "streamed" else None,
                         actions={step: (Load(checkpoint(source, step, kind)), Look())},
                     ),
+                    slow=setup.slow,
                 )
-                found.append(pytest.param(name, run, step, id=run))
+                marks = [pytest.mark.slow] if setup.slow else []
+                found.append(pytest.param(name, run, step, id=run, marks=marks))
     return found
 
 
@@ -389,7 +401,13 @@ def test_state_after_loading_is_that_of_saving(results, setup, run):
         compare_moments(saved.moments[SAVED], loaded.moments[SAVED])
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(
+    "setup",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if setup.slow else [])
+        for name, setup in SETUPS.items()
+    ],
+)
 def test_saving_changes_nothing(results, setup):
     """Before the first step and later, several formats in a row: training goes on as without."""
     plain, streamed = results(f"{setup}/plain"), results(f"{setup}/streamed")

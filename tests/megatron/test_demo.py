@@ -30,6 +30,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = ("--steps", "3", "--layers", "2", "--hidden", "64")
 needs_megatron = pytest.mark.megatron
 needs_ranks = pytest.mark.distributed
+# What the demo makes of a difference has nothing to do with Megatron's version.
+slow_with_another_megatron = pytest.mark.slow if MEGATRON_PATH else pytest.mark.megatron
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 
@@ -172,6 +174,7 @@ Stepper.run = too_far
 
 
 @needs_megatron
+@slow_with_another_megatron
 def test_a_moment_that_differs_is_named(tmp_path):
     result = run_broken(FLIP_A_MOMENT, "--json", *SMALL, "--dir", tmp_path)
     assert result.returncode == 1, result.stderr
@@ -186,6 +189,7 @@ def test_a_moment_that_differs_is_named(tmp_path):
 
 
 @needs_megatron
+@slow_with_another_megatron
 def test_a_wrong_step_shows_in_the_loss_of_the_next(tmp_path):
     result = run_broken(STEP_TOO_FAR, *SMALL, "--dir", tmp_path)
     assert result.returncode == 1, result.stderr

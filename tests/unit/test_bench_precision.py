@@ -68,6 +68,7 @@ def test_text_is_split(text):
     assert batch.shape == (SIZE.batch, SIZE.context + 1)
 
 
+@pytest.mark.slow
 def test_errors_of_codecs():
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(10_000, generator=generator)

@@ -227,7 +227,9 @@ optimizer.close()
 """
 
 
-@pytest.mark.parametrize(("moments", "share"), [("fp32", 8), ("int8", 3)])
+@pytest.mark.parametrize(
+    ("moments", "share"), [pytest.param("fp32", 8, marks=pytest.mark.slow), ("int8", 3)]
+)
 def test_neither_direction_holds_the_state(tmp_path, moments, share):
     """Decoding takes room for parts of a few buckets, however large the state is."""
     path = tmp_path / "saved.pt"

@@ -28,6 +28,7 @@ def test_what_is_proof(operations, refusal, bench, reason):
     assert reason is None or reason in reasons[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_nothing_is_proven(tmp_path, capsys):
     output = tmp_path / "report.json"
