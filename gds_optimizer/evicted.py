@@ -153,14 +153,18 @@ class EvictedTensor(torch.Tensor):
     @property
     def grad(self) -> torch.Tensor | None:
         lazy = self._lazy_grad
-        own: torch.Tensor | None = _GRAD.__get__(self) if lazy is None else None
-        return lazy if lazy is not None else own
+        if lazy is not None:
+            return lazy
+        with torch._C.DisableTorchFunctionSubclass():  # it would only be allowed, and takes longer
+            own: torch.Tensor | None = _GRAD.__get__(self)
+        return own
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         is_lazy = value is not None and type(value) is not torch.Tensor
         self._lazy_grad = value if is_lazy else None
-        _GRAD.__set__(self, None if is_lazy else value)
+        with torch._C.DisableTorchFunctionSubclass():
+            _GRAD.__set__(self, None if is_lazy else value)
 
     @grad.deleter
     def grad(self) -> None:
