@@ -64,6 +64,7 @@ class BucketState:
         model_is_behind: buckets whose mains were changed between steps; the next step gives them
             to the model.
         halves: of mains, where they are stored as remainders.
+        needs_scratch: for each bucket, whether planes of it are decoded into the pool's scratch.
     """
 
     def __init__(self, plan: EnginePlan, store: Store, pool: SlotPool) -> None:
@@ -81,6 +82,7 @@ class BucketState:
         self.halves = UpperHalves(plan, self.pieces, store, pool)
         # Of each bucket whose planes are all stored as they are in memory: name, bytes, dtype.
         self._views = [_views(bucket) for bucket in buckets]
+        self.needs_scratch = [bucket.scratch_bytes > 0 for bucket in buckets]
         self.device_cuts = DeviceCuts()
         pool.viewers.add(self)
 
@@ -227,7 +229,7 @@ class BucketState:
             step: number of the step, for the seed of stochastic rounding.
         """
         bucket, record = self.layout.buckets[index], self.records[index]
-        if not bucket.scratch_bytes:
+        if not self.needs_scratch[index]:
             return
         ranges = self._block_ranges(bucket, changed)
         for number, plane in enumerate(bucket.planes):

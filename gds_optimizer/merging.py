@@ -84,11 +84,13 @@ class BucketRuns:
         pieces: all pieces of the runs, in element order.
         gaps: int64 indices of elements of the bucket that runs cover and no shard owns; None
             without any.
+        are_gathered: whether the gradients of any run must be put together first.
     """
 
     runs: list[Run]
     pieces: list[BoundPiece]
     gaps: torch.Tensor | None
+    are_gathered: bool
 
 
 def merges(optimizer: torch.optim.Optimizer) -> bool:
@@ -123,6 +125,7 @@ class Gradients:
     Attributes:
         held: binding index -> gradient.
         is_there: for each binding, whether it has one.
+        are_plain: whether all of them are plain tensors.
     """
 
     def __init__(self, mains: Mains, group: np.ndarray[Any, np.dtype[np.int64]]) -> None:
@@ -142,6 +145,7 @@ class Gradients:
                 if grad is not None and number >= 0
             }
             self.is_there[list(self.held)] = True
+            self.are_plain = set(map(type, self.held.values())) <= {torch.Tensor}
             if not self._note_alike():
                 self._note_each()
 
@@ -452,4 +456,5 @@ class Merger:
             ],
             [piece for members in runs for piece in members],
             torch.from_numpy(np.concatenate(gaps)).to(device) if gaps else None,
+            any(gathered),
         )

@@ -18,7 +18,7 @@ from gds_optimizer.scalars import Scalars
 from gds_optimizer.slots import Slot, SlotPool
 from gds_optimizer.stepper import Stepper
 
-_RESIDENT_BATCHES = (2, 64)
+_RESIDENT_BATCHES = (4, 64)
 """Buckets that the first call of the optimizer steps, and the most that a later one does.
 
 The first is small, so that the device begins early; each takes twice as many as the one before, for
@@ -113,7 +113,7 @@ class StepPass:
         while position < len(indices):
             batch = [(index, slot_of(index)) for index in indices[position : position + count]]
             if len(batch) > 1 and any(
-                self.plan.layout.buckets[index].scratch_bytes or self._gathers(index)
+                self.buckets.needs_scratch[index] or self._runs_of(index).are_gathered
                 for index, _ in batch
             ):
                 # There is one scratch for decoded moments, and gradients are put together for one.
@@ -121,9 +121,6 @@ class StepPass:
             self._visit_batch(batch)
             position += len(batch)
             count = min(2 * count, limit)
-
-    def _gathers(self, index: int) -> bool:
-        return any(run.is_gathered for run in self._runs_of(index).runs)
 
     def _runs_of(self, index: int) -> BucketRuns:
         """How a bucket is stepped in this step; found out once."""
@@ -153,7 +150,7 @@ class StepPass:
         is_fused = library in _FUSED_LIBRARIES or all(
             group.get("fused") for group in optimizer.param_groups
         )
-        return is_fused and all(type(grad) is torch.Tensor for grad in self._grads.values())
+        return is_fused and self._gradients.are_plain
 
     def _step_pieces(
         self, held: Sequence[tuple[int, dict[str, torch.Tensor]]]

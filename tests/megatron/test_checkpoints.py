@@ -393,7 +393,12 @@ def test_resumed_equals_uninterrupted(results, setup, run, step):
 
 
 @pytest.mark.parametrize(
-    ("setup", "run"), [param.values[:2] for param in RESUMED if param.values[2] == SAVED]
+    ("setup", "run"),
+    [
+        pytest.param(*param.values[:2], marks=param.marks)
+        for param in RESUMED
+        if param.values[2] == SAVED
+    ],
 )
 def test_state_after_loading_is_that_of_saving(results, setup, run):
     """Also what the next steps would hide: groups, scalers."""

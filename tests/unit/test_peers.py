@@ -246,7 +246,10 @@ def found_of(rows, **cap):
 def test_the_table():
     rows = {
         "mine": row_of(note="a note"),
-        "a longer name": row_of(ratio_to_limit=0.4, device_peak_bytes=5e9),
+        "a longer name": row_of(
+            ratio_to_limit=0.4, device_peak_bytes=5e9, files_in_page_cache_bytes=1e9
+        ),
+        "past it": row_of(ratio_to_limit=0.9, page_cache_bytes=1e5),
         "broken": {"missing": "ended with status 7 and no result", "log": ["last words"]},
     }
     text = to_text(found_of(rows))
@@ -262,7 +265,8 @@ def test_the_table():
     assert "broken         ended with status 7 and no result" in lines
     assert any(line.endswith("last words") for line in lines)
     assert "mine           a note" in lines
-    assert "a longer name is faster than the drive gives its bytes" in text
+    assert "a longer name is faster than the drive gives its bytes: memory took some" in text
+    assert "past it is faster than the drive gives its bytes: none were in the page cache" in text
     assert "mine is faster" not in text
 
 
