@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+MAX_CUTS = 4096
+"""Of one bucket that are kept; a steady run has as many as the bucket has runs."""
+
 
 @dataclass(slots=True, eq=False)
 class Cut:
@@ -68,6 +71,8 @@ class DeviceCuts:
         key = (where.start, where.stop)
         known = held.cuts.get(key)
         if known is None:
+            if len(held.cuts) >= MAX_CUTS:
+                held.cuts.clear()  # runs change from step to step: what gradients there are does
             known = held.cuts[key] = Cut(planes, where)
         return known
 

@@ -84,13 +84,13 @@ class BucketRuns:
         pieces: all pieces of the runs, in element order.
         gaps: int64 indices of elements of the bucket that runs cover and no shard owns; None
             without any.
-        are_gathered: whether the gradients of any run must be put together first.
+        has_gathered: whether the gradients of any run must be put together first.
     """
 
     runs: list[Run]
     pieces: list[BoundPiece]
     gaps: torch.Tensor | None
-    are_gathered: bool
+    has_gathered: bool
 
 
 def merges(optimizer: torch.optim.Optimizer) -> bool:
@@ -342,7 +342,17 @@ class Merger:
                 len(run.pieces) == 1 or run.is_gathered or gradients.reach(run) for run in made.runs
             ):
                 return made
+        made = self._found(index, gradients, scalar_classes)
         self._seen[index] = self._changes
+        return made
+
+    def _found(
+        self,
+        index: int,
+        gradients: Gradients,
+        scalar_classes: np.ndarray[Any, np.dtype[np.int64]] | None,
+    ) -> BucketRuns:
+        """What `runs` gives, found out anew."""
         table = self._table(index)
         binding, start, stop, offset = table
         group = gradients.group[binding]

@@ -66,7 +66,7 @@ class ModelCopies:
     def all_to_model(self, mains: Sequence[tuple[int, torch.Tensor]]) -> None:
         """The same for several buckets (index, main plane), in as few operations as possible.
 
-        Those planes stay where they are between steps: see `let_go_of_mains`.
+        Where the same main plane comes again, so do its parts: see `let_go_of_mains`.
         """
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []

@@ -148,6 +148,7 @@ class Passes:
 
     def _fail(self, what: str, error: BaseException) -> NoReturn:
         """Mark the store as torn and raise what callers get to see."""
+        self._buckets.forget_cuts()  # the optimizer may have let them show other memory
         torn = sorted(self.pipeline.unfinished_writes)
         done = [
             index
@@ -381,7 +382,8 @@ class Passes:
             try:
                 _close(self.pipeline, self.store)
             finally:
-                self._buckets.forget_cuts()
+                if not self.store.is_foreign:  # a forked child may not touch the parent's device
+                    self._buckets.let_go_of_slots()
 
 
 def _numbered(buckets: Sequence[int]) -> str:

@@ -111,14 +111,15 @@ class StepPass:
         count, limit = _RESIDENT_BATCHES if self._steps_without_temporaries() else (1, 1)
         position = 0
         while position < len(indices):
-            batch = [(index, slot_of(index)) for index in indices[position : position + count]]
-            if len(batch) > 1 and any(
-                self.buckets.needs_scratch[index] or self._runs_of(index).are_gathered
-                for index, _ in batch
-            ):
+            batch: list[int] = []
+            for index in indices[position : position + count]:
                 # There is one scratch for decoded moments, and gradients are put together for one.
-                batch = batch[:1]
-            self._visit_batch(batch)
+                is_alone = self.buckets.needs_scratch[index] or self._runs_of(index).has_gathered
+                if not is_alone or not batch:
+                    batch.append(index)
+                if is_alone:
+                    break
+            self._visit_batch([(index, slot_of(index)) for index in batch])
             position += len(batch)
             count = min(2 * count, limit)
 

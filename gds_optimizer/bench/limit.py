@@ -254,7 +254,7 @@ class LimitFiles:
     def _buffer(self, task_bytes: int) -> memoryview:
         """A page-aligned buffer of this thread, full of something that does not compress.
 
-        Of huge pages where they are to be had, of which drives move more at a time.
+        Of huge pages where they are to be had, of which some drives move more at a time.
         """
         held = getattr(self._local, "buffer", None)
         if held is None or len(held) < task_bytes:

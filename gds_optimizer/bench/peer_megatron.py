@@ -60,8 +60,8 @@ def build(setup: Callable[..., Any], params: Tensors, grads: Tensors, setting: S
         grads: copied into Megatron's gradient buffer once; steps leave them there.
         setting: the directory, and the device.
 
-    Raises:
-        RuntimeError: the optimizer skipped a step.
+    Returns:
+        A peer whose `step` raises RuntimeError where the optimizer skips one.
     """
     import_megatron()
     from gds_optimizer.megatron.tiny_gpt import TinyGptConfig

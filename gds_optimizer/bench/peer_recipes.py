@@ -343,13 +343,15 @@ _MEGATRON_SETUP = "setup_optimizer_state_streaming"
 
 
 def _names_in(path: Path) -> set[str]:
-    """What a Python file defines or imports by name, without running it."""
+    """What a Python file defines, assigns or imports by name anywhere, without running it."""
     names = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.FunctionDef):
             names.add(node.name)
-        elif isinstance(node, ast.ImportFrom):
+        elif isinstance(node, ast.ImportFrom | ast.Import):
             names |= {each.asname or each.name for each in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
     return names
 
 

@@ -68,7 +68,7 @@ def _why_faster(row: dict[str, Any]) -> str:
     cached = max(row["page_cache_bytes"], row["files_in_page_cache_bytes"])
     if cached > _CACHED_SHARE * (row["step_io"]["read"] + row["step_io"]["written"]):
         return "memory took some of them, and the flush pays for them."
-    return "none were in the page cache, so the drive did better then than when it was measured."
+    return "the page cache has next to none of them, so the drive did better than when measured."
 
 
 _CACHED_SHARE = 0.01

@@ -14,12 +14,13 @@ import torch
 from gds_optimizer.engine import Engine
 from gds_optimizer.megatron.fused_adam import FusedAdamStandIn
 from gds_optimizer.megatron.half_grads import HalfGrad
-from gds_optimizer.merging import Gradients, merges
+from gds_optimizer.merging import Gradients, Merger, merges
 from gds_optimizer.stepper import Stepper
 from tests.support.engines import (
     ResidentOptimizer,
     StreamedOptimizer,
     adamw,
+    bits_of,
     first_values,
     same_bits,
     streamed,
@@ -282,6 +283,71 @@ def test_what_is_foreseen_of_counters_is_what_comparing_finds(trio, monkeypatch)
     held = both.streamed[0].optimizer.state[both.streamed[0].mains[3]]
     held["step"].add_(0)  # touched, though not changed
     assert not marks.are(scalars._marks())
+
+
+def test_runs_kept_between_steps_are_those_found_anew(tmp_path, monkeypatch):
+    """Whatever of gradients, groups and options changes between two steps."""
+    memory = torch.randn(2, sum(EVEN))
+
+    def play(name: str) -> tuple[list[list[bytes]], Any, int]:
+        (tmp_path / name).mkdir()
+        found: list[int] = []
+        models = []
+        with monkeypatch.context() as patch, streamed(tmp_path / name, adamw, EVEN) as each:
+            looked = Merger._found
+
+            def counted(self: Merger, index: int, *rest: Any) -> Any:
+                found.append(index)
+                return looked(self, index, *rest)
+
+            patch.setattr(Merger, "_found", counted)
+            first, *_ = each.optimizer.param_groups
+            for step in range(12):
+                buffer = memory[step // 6].clone() if step == 5 else memory[step // 6]
+                for index, (main, grad) in enumerate(
+                    zip(each.mains, buffer.split(list(EVEN)), strict=True)
+                ):
+                    main.grad = None if (step, index) in {(3, 2), (8, 0)} else grad
+                first["fused"] = step in (9, 10)
+                if step == 7:
+                    moved = first["params"].pop()
+                    each.optimizer.add_param_group({"params": [moved], "lr": 0.5})
+                each.optimizer.step()
+                models.append(bits_of(each.models))
+            return models, each.engine.read_state(), len(found)
+
+    fast, fast_state, few = play("fast")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Merger, "begin", lambda self, *_: setattr(self, "_changes", self._changes + 1)
+        )
+        slow, slow_state, many = play("slow")
+    assert 0 < few < many
+    assert fast == slow
+    for name, entry in slow_state.items():
+        for key, value in entry.items():
+            assert same_bits(value, fast_state[name][key]), f"{key} of {name} differs"
+
+
+def test_copies_of_several_counters_are_those_of_each(tmp_path):
+    with streamed(tmp_path, adamw, EVEN) as each:
+        for step in range(2):
+            each.step(gradients(EVEN, step))
+        each.optimizer.state[each.mains[1]]["step"] = torch.tensor([5.0])
+        each.optimizer.state[each.mains[2]]["step"] = 6.0
+        each.optimizer.state[each.mains[3]]["step"] = torch.tensor(7.0, dtype=torch.float64)
+        scalars = each.engine._scalars
+        wanted = [scalars.of(index) for index in range(len(EVEN))]
+        found = scalars.copies(range(len(EVEN)))
+        assert [list(each) for each in found] == [list(each) for each in wanted]
+        for one, other in zip(found, wanted, strict=True):
+            assert type(one["step"]) is type(other["step"])
+            assert same_bits(one["step"], other["step"])
+        for one in found:
+            if isinstance(one["step"], torch.Tensor):
+                one["step"].fill_(99.0)
+        for index, other in enumerate(wanted):
+            assert same_bits(scalars.of(index)["step"], other["step"])
 
 
 def test_counters_updated_in_place_are_those_made_anew(tmp_path, monkeypatch):

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines import adamw, pair
+from gds_optimizer.errors import StepFailedError
+from gds_optimizer.footer import BucketRecord
+from tests.support.engines import adamw, grads_of, pair
 
 LOTS = 2**30
 BUDGETS: dict[str, tuple[int, int]] = {
@@ -68,11 +70,15 @@ def test_budgets_change_no_bit(tmp_path: Path, budgets: str, optimizer: str, mom
 class Moving(torch.optim.AdamW):
     """Leaves moments in other memory: as new tensors, and as other memory of the same tensor."""
 
+    fails = False
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         for state in self.state.values():
             state["exp_avg"] = state["exp_avg"].clone()
             state["exp_avg_sq"].data = state["exp_avg_sq"].clone()
+        if Moving.fails:
+            raise RuntimeError("out of memory")
 
 
 def moving(groups: Any) -> torch.optim.Optimizer:
@@ -87,6 +93,30 @@ def test_moments_that_the_optimizer_leaves_elsewhere_are_fetched(
         for step in range(4):
             both.step(step)
             both.check_models()
+        both.check()
+
+
+def test_what_a_failed_step_has_moved_is_forgotten_by_a_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pair(tmp_path, moving, budgets=BUDGETS["all_on_device"]) as both:
+        both.step(0)
+        both.step(1)
+        engine, files = both.engine, both.streamed.store.in_memory
+        bytes_before = {index: file.memory.clone() for index, file in files.items()}
+        records = [BucketRecord(each.step, list(each.written)) for each in engine.records]
+        shards = {name: (has, scalars) for name, has, scalars in engine.shard_scalars()}
+        resident = [(name, key, values.clone()) for name, key, values in engine.resident_tensors()]
+        with monkeypatch.context() as patch:
+            patch.setattr(Moving, "fails", True)
+            with pytest.raises(StepFailedError, match="out of memory"):
+                both.streamed.step(grads_of(both.sizes, 2))
+        for index, file in files.items():
+            file.memory.copy_(bytes_before[index])
+        engine.restore(engine.steps, records, shards)
+        for each in resident:
+            engine.set_resident(*each)
+        both.step(2)
         both.check()
 
 
@@ -111,4 +141,6 @@ def test_views_of_what_lives_on_the_device_are_dropped_when_it_is_given_back(
         streamed.pool.resume()
         both.step(2)
         both.check()
+        memories = [file.memory for file in streamed.store.in_memory.values()]
         streamed.engine.close()
+        assert max(map(owners, memories)) == alone
