@@ -70,7 +70,6 @@ class StepPass:
         if unknown:
             raise late_parameters(unknown)
         scalars.check_planes_streamed()
-        self._group_of = self._group.tolist()
         self._gradients = Gradients(merger.mains, self._group)
         self._grads = self._gradients.held
         self._classes = scalars.classes() if merger.is_allowed else None
@@ -180,7 +179,7 @@ class StepPass:
                     run.tensor.data = binding.main.detach()[first.shard_slice]
                 run.tensor.grad = self._gradients.of(run)
                 state = self.scalars.state_for(first.binding, cut, next(copies))
-                steps.append((self._group_of[first.binding], run.tensor, state))
+                steps.append((int(self._group[first.binding]), run.tensor, state))
                 places.append((run, cut))
         with self.pool.trace.visit_span("compute", held[0][0]):
             results = self.stepper.run(steps) if steps else []

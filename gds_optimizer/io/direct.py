@@ -36,13 +36,22 @@ def allocate_host_buffer(nbytes: int) -> torch.Tensor:
     """
     if nbytes <= 0:
         raise ValueError(f"wanted a buffer of at least 1 byte, got {nbytes}")
+    return torch.frombuffer(anonymous_memory(nbytes), dtype=torch.uint8)
+
+
+def anonymous_memory(nbytes: int) -> mmap.mmap:
+    """Private memory of `nbytes`, of huge pages where they are to be had; untouched.
+
+    Raises:
+        OSError: the system has not that much memory.
+    """
     # Private: in a forked child, writing to it must not change the parent's bytes.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Of small pages a direct request takes hundreds of segments: drives, virtual ones most of all,
-    # then move it in parts.
+    # then move it in parts. And a page that is touched first is a fault.
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory
 
 
 def _move(fd: int, operation: str, view: memoryview, file_offset: int) -> Outcome:

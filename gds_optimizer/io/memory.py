@@ -22,6 +22,7 @@ import torch
 
 from gds_optimizer.errors import ClosedError, IoTimeoutError
 from gds_optimizer.io.base import BucketFile, Transfer, check_transfer
+from gds_optimizer.io.direct import anonymous_memory
 
 _POLL_S = 20e-6
 
@@ -61,12 +62,9 @@ class HostBuffer:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._pid = os.getpid()
         self._unpin: Any = None
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
-            memory = mmap.mmap(-1, nbytes, flags=flags)
+            memory = anonymous_memory(nbytes)
             memory.madvise(mmap.MADV_DONTFORK)
-            with contextlib.suppress(OSError):  # fewer faults where the kernel has huge pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
             raise MemoryError(f"{nbytes} bytes of host memory: {error.strerror}") from error
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
