@@ -159,7 +159,7 @@ class BucketState:
                 return known
             cut = {name: buffer[start:stop].view(dtype) for name, start, stop, dtype in views}
             file = self.store.in_memory.get(bucket.index)
-            if file is not None and file.stays_on_device:
+            if file is not None and file.is_stepped_in_place:
                 self.device_cuts.keep(bucket.index, buffer, cut)
             return cut
         planes, offset = {}, 0

@@ -17,7 +17,8 @@ class Home(str, Enum):
     DEVICE = "device"
     """In a buffer of its own on the device; it never moves."""
     HOST = "host"
-    """In host memory, pinned where the device is a GPU; copied through a slot in each step."""
+    """In host memory: pinned and copied through a slot in each step where the device is a GPU,
+    stepped where it is without one."""
     NVME = "nvme"
     """In a file; read and written in each step."""
 

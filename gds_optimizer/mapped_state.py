@@ -43,9 +43,9 @@ _THREADS = 4
 # Where values are decoded or encoded: that computes more than it waits, and the C library keeps
 # several MiB for each of the threads.
 _CODING_THREADS = 2
-# Elements that are decoded and written at a time, by each of the threads: 256 KiB, and as much again
-# several times over for what decoding needs. The C library gives little of it back, and larger parts
-# are no faster.
+# Elements that are decoded and written at a time, by each of the threads: 256 KiB, and as much
+# again several times over for what decoding needs. The C library gives little of it back, and
+# larger parts are no faster.
 _PART_NUMEL = 2**16
 
 Scratch = dict[tuple[int, int], ScratchMapping]

@@ -96,10 +96,12 @@ class Pipeline:
     ) -> None:
         """Visit the buckets in `order`, reading ahead and writing behind.
 
-        Buckets that live on the device come first, each in a slot that is its home, while the
-        first of the others are being read. Where some of those live in host memory and some on
-        drives, drives get one slot (all but two of more than three), and whatever has arrived
-        is visited: copies are much faster, and go on beside the I/O.
+        Buckets that are stepped where they live have a slot that is their home. On a GPU they come
+        first, all at once, while the first of the others are being read: the host only queues
+        kernels for them. On a CPU they fill the time in which none of the others has arrived.
+        Where some of the others live in host memory and some on drives, drives get one slot (all
+        but two of more than three), and whatever has arrived is visited: copies are much faster,
+        and go on beside the I/O.
 
         Args:
             order: bucket indices, each once. Buckets of one kind are visited in this order.
@@ -109,30 +111,34 @@ class Pipeline:
                 slot any more, and says which ranges of the slot must be written. Kernels may
                 still be at work where the bucket lives in memory: copies wait for them.
             clock: gets times and byte counts.
-            visit_resident: visits all buckets that live on the device; gets them, and what gives
-                the slot of one. By default `visit` is called for each.
+            visit_resident: visits buckets that are stepped where they live; gets them, and what
+                gives the slot of one. By default `visit` is called for each.
 
         Raises:
             GdsOptimizerError: the first failure, after every transfer in flight has ended. The
                 buckets whose visit has returned are on disk unless the failure was their write.
         """
         files = self.store.files
-        on_device = {
+        in_place = {
             index
             for index in order
-            if isinstance(file := files[index], MemoryFile) and file.stays_on_device
+            if isinstance(file := files[index], MemoryFile) and file.is_stepped_in_place
         }
-        resident = [index for index in order if index in on_device]
-        queues = _Queues(files, [index for index in order if index not in on_device])
+        resident = [index for index in order if index in in_place]
+        queues = _Queues(files, [index for index in order if index not in in_place])
         reading: deque[Slot] = deque()
+        is_cuda = self.pool.device.type == "cuda"
         try:
             self._raise_tail_failure()
-            if resident:
-                self._read_ahead(queues, reading, reads, clock, may_wait=False)
-                self._visit_resident(resident, visit, visit_resident, clock)
-            while queues.wanted or reading:
+            while queues.wanted or reading or resident:
                 self.pool.trace.poll()
-                self._read_ahead(queues, reading, reads, clock)
+                self._read_ahead(queues, reading, reads, clock, may_wait=not resident)
+                if resident and (is_cuda or not any(map(_has_arrived, reading))):
+                    is_all = is_cuda or not (queues.wanted or reading)
+                    count = len(resident) if is_all else 1
+                    self._visit_resident(resident[:count], visit, visit_resident, clock)
+                    del resident[:count]
+                    continue
                 with clock.phase("read_wait"):
                     slot = self._next_read(reading, queues)
                     if slot is None:
@@ -156,7 +162,7 @@ class Pipeline:
         visit_all: VisitResident | None,
         clock: PassClock,
     ) -> None:
-        """Visit buckets that live on the device; there is nothing to read and nothing to write."""
+        """Visit buckets where they live; there is nothing to read and nothing to write."""
 
         def slot_of(bucket: int) -> Slot:
             file = self.store.files[bucket]
@@ -172,7 +178,7 @@ class Pipeline:
                 for bucket in buckets:
                     visit(bucket, slot_of(bucket), False)
         clock.stats.buckets += len(buckets)
-        clock.stats.device_buckets += len(buckets)
+        clock.stats.in_place_buckets += len(buckets)
 
     def _follow_or_finish(self, slot: Slot) -> None:
         """See to it that what comes next on the current stream finds the bytes in the slot."""

@@ -22,7 +22,7 @@ from gds_optimizer.drive_speeds import directory_speeds, several_drives
 from gds_optimizer.engine import Engine
 from gds_optimizer.errors import ConfigError, GdsOptimizerError
 from gds_optimizer.homes import Home
-from gds_optimizer.io import IoBackend, make_backend
+from gds_optimizer.io import IoBackend, make_backend, reaches_host_memory
 from gds_optimizer.plan import Binding, EnginePlan, plan_as_configured
 from gds_optimizer.probe import ProbeReport, Severity, decide_io_path
 from gds_optimizer.self_check import check_optimizer
@@ -122,13 +122,14 @@ class Runtime:
             speeds = directory_speeds(
                 config, backend, tiers.nbytes(Home.NVME), measured=tuning.rates_by_device()
             )
-            sizes = tiers.pool_sizes(config.slots)
+            undo.callback(tiers.close)
+            tiers.take_host_memory(device, rank)
+            sizes = tiers.pool_sizes(config.slots, from_host=not reaches_host_memory(device))
             pool = SlotPool(
                 sizes.count, sizes.slot_bytes, backend, scratch_bytes=sizes.scratch_bytes
             )
             undo.callback(pool.close)
-            undo.callback(tiers.close)
-            tiers.allocate(pool, rank)
+            tiers.take_device_memory(pool)
             if config.trace is not None:
                 pool.trace = _tracer(config.trace, rank, device)
             runtime = cls(config, report, tuning, backend, pool)

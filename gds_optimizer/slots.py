@@ -125,7 +125,7 @@ class SlotPool:
     """A fixed number of equal slots on one device.
 
     Args:
-        count: number of slots; 0 where every bucket stays on the device.
+        count: number of slots; 0 where every bucket is stepped where it lives.
         slot_bytes: bytes of each; rounded up to 4 KiB.
         backend: registers the buffers; decides the device.
         scratch_bytes: bytes of the scratch; none where they are 0.

@@ -34,8 +34,8 @@ class PassStats:
     host_read_bytes: int = 0
     host_written_bytes: int = 0
     """Copied from and to buckets that live in host memory; they are in no other count of bytes."""
-    device_buckets: int = 0
-    """Buckets that live on the device: neither read nor written."""
+    in_place_buckets: int = 0
+    """Buckets stepped where they live: on the device, or without a GPU in host memory."""
 
     def describe(self) -> str:
         """One line for people: bytes, seconds, rate, path, and what was waited for."""
@@ -54,8 +54,8 @@ class PassStats:
                 f"; {self.host_read_bytes / 1e9:.3f} GB from and "
                 f"{self.host_written_bytes / 1e9:.3f} GB to host memory"
             )
-        if self.device_buckets:
-            text += f"; {self.device_buckets} buckets stayed on the device"
+        if self.in_place_buckets:
+            text += f"; {self.in_place_buckets} buckets were stepped where they live"
         return text
 
 

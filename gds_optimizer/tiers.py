@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from gds_optimizer.config import AUTO_BUDGET, StreamConfig
 from gds_optimizer.homes import Home, assign_homes, fitting
 from gds_optimizer.host_memory import available_bytes, local_share
 from gds_optimizer.io import CopyStreams, MemoryFile
-from gds_optimizer.layout import PAGE_BYTES, Layout, align_up
+from gds_optimizer.layout import PAGE_BYTES, Bucket, Layout, align_up
 from gds_optimizer.slots import SlotPool
 
 logger = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ class PoolSizes:
     """What a slot pool takes; arguments of `SlotPool`.
 
     Attributes:
-        count: slots; 0 where every bucket stays on the device.
+        count: slots; 0 where every bucket is stepped where it lives.
         slot_bytes: of each.
         scratch_bytes: for the decoded values of one bucket.
     """
@@ -64,7 +66,7 @@ class Tiers:
 
     Attributes:
         homes: for each engine the home of each bucket.
-        in_memory: for each engine its buckets that live in memory, by index, after `allocate`.
+        in_memory: for each engine its buckets that live in memory, by index, once it was taken.
     """
 
     def __init__(self, layouts: Sequence[Layout], homes: list[list[Home]]) -> None:
@@ -109,18 +111,22 @@ class Tiers:
         """Bytes of the buckets that live there."""
         return sum(self._sizes(home))
 
-    @property
-    def moving_bytes(self) -> list[int]:
-        """Bytes of each bucket that goes through a slot in a step."""
-        return self._sizes(Home.HOST, Home.NVME)
+    def moving_bytes(self, *, from_host: bool = True) -> list[int]:
+        """Bytes of each bucket that goes through a slot in a step.
 
-    def pool_sizes(self, slots: int) -> PoolSizes:
+        Args:
+            from_host: whether those in host memory do.
+        """
+        return self._sizes(Home.HOST, Home.NVME) if from_host else self._sizes(Home.NVME)
+
+    def pool_sizes(self, slots: int, *, from_host: bool = True) -> PoolSizes:
         """What the slot pool for these homes takes.
 
         Args:
             slots: buckets that may be in memory at once.
+            from_host: whether buckets that live in host memory need one.
         """
-        moving = self.moving_bytes
+        moving = self.moving_bytes(from_host=from_host)
         has_buckets = any(layout.buckets for layout in self.layouts)
         return PoolSizes(
             min(slots, len(moving)) if has_buckets else 1,
@@ -134,50 +140,41 @@ class Tiers:
         Args:
             share_bytes: available to this process, what its buckets take there included.
         """
-        moving = self.moving_bytes
+        moving = self.moving_bytes()
         count = fitting(moving, share_bytes // 2 // 2**30 * 2**30)
         if count <= self.count(Home.HOST):
             return None
         needed_gib = -(-sum(moving[:count]) // 2**30)
         return HostOffer(share_bytes, needed_gib * 2**30, count, len(moving))
 
-    def allocate(self, pool: SlotPool, rank: int) -> None:
-        """Take the memory, bucket by bucket.
+    def take_host_memory(self, device: torch.device, rank: int) -> None:
+        """Take the buckets' host memory, one after the other; `close` gives it back.
 
-        Host memory that is not to be had leaves the rest of its buckets on NVMe, with a warning.
+        What is not to be had leaves the rest of these buckets on NVMe, with a warning.
 
         Args:
-            pool: on the device.
+            device: where the state is stepped.
             rank: for the log.
-
-        Raises:
-            ConfigError: the device has too little free memory. `close` gives back what was taken.
         """
-        streams = CopyStreams(pool.device)
+        streams = CopyStreams(device)
         host_bytes = self.nbytes(Home.HOST)
         if host_bytes:
             logger.info(
                 "rank %d: taking %.2f GiB of %shost memory for %d buckets",
                 rank,
                 host_bytes / 2**30,
-                "pinned " if pool.device.type == "cuda" else "",
+                "pinned " if device.type == "cuda" else "",
                 self.count(Home.HOST),
             )
         failure = ""
-        for layout, own, files in zip(self.layouts, self.homes, self.in_memory, strict=True):
-            for bucket in layout.buckets:
-                home = own[bucket.index]
-                if home is Home.DEVICE:
-                    buffer = pool.allocate_home(bucket.file_bytes)
-                    files[bucket.index] = MemoryFile(buffer, streams)
-                elif home is Home.HOST:
-                    if not failure:
-                        try:
-                            files[bucket.index] = _in_host_memory(bucket.file_bytes, streams)
-                            continue
-                        except MemoryError as error:
-                            failure = str(error)
-                    own[bucket.index] = Home.NVME
+        for own, files, bucket in self._living_in(Home.HOST):
+            if not failure:
+                try:
+                    files[bucket.index] = _in_host_memory(bucket.file_bytes, streams)
+                    continue
+                except MemoryError as error:
+                    failure = str(error)
+            own[bucket.index] = Home.NVME
         if failure:
             logger.warning(
                 "rank %d: only %.2f of %.2f GiB of host memory could be had (%s): the remaining "
@@ -187,6 +184,27 @@ class Tiers:
                 host_bytes / 2**30,
                 failure,
             )
+
+    def take_device_memory(self, pool: SlotPool) -> None:
+        """Take the device's memory for the buckets that live there; `close` gives it back.
+
+        Args:
+            pool: on the device.
+
+        Raises:
+            ConfigError: the device has too little free memory.
+        """
+        streams = CopyStreams(pool.device)
+        for _, files, bucket in self._living_in(Home.DEVICE):
+            buffer = pool.allocate_home(bucket.file_bytes)
+            files[bucket.index] = MemoryFile(buffer, streams)
+
+    def _living_in(self, home: Home) -> Iterator[tuple[list[Home], dict[int, MemoryFile], Bucket]]:
+        """Every bucket with that home, with the homes and the buckets in memory of its engine."""
+        for layout, own, files in zip(self.layouts, self.homes, self.in_memory, strict=True):
+            for bucket in layout.buckets:
+                if own[bucket.index] is home:
+                    yield own, files, bucket
 
     def describe(self) -> str:
         """How many buckets live where, in words."""

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed
 
+from gds_optimizer.io import memory
+
 REPOSITORY = Path(__file__).parents[1]
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
@@ -134,3 +136,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
     for reason, count in reasons.most_common():
         terminalreporter.line(f"skipped {count}: {reason}")
+
+
+@pytest.fixture
+def host_homes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets in host memory go through slots, as they do where there is a GPU."""
+    monkeypatch.setattr(memory, "_REACHING_HOST_MEMORY", ())

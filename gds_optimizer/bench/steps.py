@@ -121,7 +121,7 @@ class BenchResult:
                 "host_read": statistics.median(s.host_read_bytes for s in self.steps),
                 "host_written": statistics.median(s.host_written_bytes for s in self.steps),
             },
-            "device_buckets": max(s.device_buckets for s in self.steps),
+            "in_place_buckets": max(s.in_place_buckets for s in self.steps),
             "ratio_to_limit": self.ratio_to_limit,
             "ratio_to_best_round": self.ratio_to_best_round,
             "ranks": self.ranks,
@@ -147,7 +147,7 @@ class BenchResult:
             else "No byte of a step goes to the drives"
         )
         in_memory = (
-            f"in memory   {self.to_dict()['device_buckets']} buckets on the device, "
+            f"in memory   {self.to_dict()['in_place_buckets']} buckets stepped where they live, "
             f"{(moved['host_read'] + moved['host_written']) / 1e9:.2f} GB copied from and to host "
             "memory in a step\n"
         )
@@ -332,8 +332,8 @@ def run_bench(
         if files is not None:
             files.measure_first_write()
             # What is in the slots when a step begins is not read.
-            buckets = len(engine.layout.buckets)
-            read = max(buckets - len(runtime.pool.slots), 0) / buckets
+            buckets = len(engine.layout.buckets) - len(engine.store.in_memory)
+            read = max(buckets - len(runtime.pool.slots), 0) / max(buckets, 1)
             files.limit.read_share = read / (1 + read)
             files.choose_points()
         result = BenchResult(

@@ -15,7 +15,12 @@ from gds_optimizer.io.base import (
 )
 from gds_optimizer.io.cufile import CuFileBackend
 from gds_optimizer.io.direct import DirectBackend, allocate_host_buffer
-from gds_optimizer.io.memory import CopyStreams, MemoryFile, MemoryTransfer
+from gds_optimizer.io.memory import (
+    CopyStreams,
+    MemoryFile,
+    MemoryTransfer,
+    reaches_host_memory,
+)
 
 __all__ = [
     "PAGE_BYTES",
@@ -31,6 +36,7 @@ __all__ = [
     "allocate_host_buffer",
     "check_transfer",
     "make_backend",
+    "reaches_host_memory",
 ]
 
 

@@ -1,9 +1,8 @@
 """Buckets in memory with the interface of bucket files: copies on streams of their own.
 
 A bucket that lives in host memory is copied into a slot and back, on one CUDA stream for each
-direction, ordered against the step's kernels by events: the host does not wait. On a CPU the copies
-are made at once. A bucket that lives on the device has its buffer here too, and is never copied in
-a step.
+direction, ordered against the step's kernels by events: the host does not wait. A bucket that lives
+on the device, or in host memory where there is no GPU, is stepped where it is and never copied.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from gds_optimizer.io.base import BucketFile, Transfer, check_transfer
 from gds_optimizer.io.direct import anonymous_memory
 
 _POLL_S = 20e-6
+_REACHING_HOST_MEMORY = ("cpu",)
+"""Types of device whose optimizers step what is in host memory as it is."""
 
 
 _living: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
@@ -108,6 +109,11 @@ def _pin(tensor: torch.Tensor, device: torch.device) -> Any:
     return unpin
 
 
+def reaches_host_memory(device: torch.device) -> bool:
+    """Whether a step on this device needs no copy of what is in host memory."""
+    return device.type in _REACHING_HOST_MEMORY
+
+
 class CopyStreams:
     """A stream for each direction between host memory and a device; none on a CPU.
 
@@ -185,7 +191,7 @@ class MemoryFile(BucketFile):
         path: what it would be called as a file, for messages.
         memory: 1-D uint8 tensor of `nbytes` on the CPU or the device; empty once it is closed and
             while the device's memory is lent to others.
-        stays_on_device: whether `memory` is what the step works on, so that nothing is copied.
+        stays_on_device: whether `memory` is the device's, and so among what it lends to others.
     """
 
     def __init__(
@@ -200,6 +206,11 @@ class MemoryFile(BucketFile):
         self._streams = streams
         self._read_done = streams.new_event()
         self._write_done = streams.new_event()
+
+    @property
+    def is_stepped_in_place(self) -> bool:
+        """Whether a step works on `memory` itself, so that nothing is copied."""
+        return self.stays_on_device or reaches_host_memory(self.device)
 
     @classmethod
     def in_host_memory(cls, nbytes: int, streams: CopyStreams) -> MemoryFile:

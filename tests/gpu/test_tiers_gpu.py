@@ -153,7 +153,7 @@ def test_nothing_is_allocated_either_with_a_part_on_nvme(tmp_path: Path) -> None
             torch.cuda.memory_stats()["num_device_alloc"],
         )
         stats = both.engine.last_stats
-        assert min(stats.written_bytes, stats.host_written_bytes, stats.device_buckets) > 0
+        assert min(stats.written_bytes, stats.host_written_bytes, stats.in_place_buckets) > 0
 
 
 @pytest.mark.parametrize("budgets", BUDGETS)

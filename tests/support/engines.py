@@ -19,7 +19,7 @@ from gds_optimizer.codecs import get_codec, rounding_seed
 from gds_optimizer.engine import Engine
 from gds_optimizer.evicted import evict_, evicted_like
 from gds_optimizer.homes import assign_homes
-from gds_optimizer.io import IoBackend
+from gds_optimizer.io import IoBackend, reaches_host_memory
 from gds_optimizer.plan import Binding, plan_engine
 from gds_optimizer.slots import SlotPool
 from gds_optimizer.stepper import install_step
@@ -156,16 +156,19 @@ class StreamedOptimizer:
             sizes = [bucket.file_bytes for bucket in self.plan.layout.buckets]
             homes = assign_homes([sizes], hbm_budget_bytes=budgets[0], host_budget_bytes=budgets[1])
             self.tiers = Tiers([self.plan.layout], homes)
+            undo.callback(self.tiers.close)
+            device = self.backend.device
+            self.tiers.take_host_memory(device, 0)
+            from_host = not reaches_host_memory(device)
             self.pool = pool or SlotPool(
-                slots if self.tiers.moving_bytes or not sizes else 0,
+                slots if self.tiers.moving_bytes(from_host=from_host) or not sizes else 0,
                 self.plan.layout.max_file_bytes,
                 self.backend,
                 scratch_bytes=self.plan.layout.max_scratch_bytes,
             )
             if pool is None:
                 undo.callback(self.pool.close)
-            undo.callback(self.tiers.close)
-            self.tiers.allocate(self.pool, 0)
+            self.tiers.take_device_memory(self.pool)
             self.store = Store(
                 self.plan.layout, roots, name, self.backend, in_memory=self.tiers.in_memory[0]
             )

@@ -85,7 +85,7 @@ def test_the_json_has_the_documented_keys(result):
         data["step"]
     )
     assert set(data["bytes"]) == {"read", "written", "host_read", "host_written"}
-    assert (data["bytes"]["host_written"], data["device_buckets"]) == (0, 0)
+    assert (data["bytes"]["host_written"], data["in_place_buckets"]) == (0, 0)
     moved = data["bytes"]["read"] + data["bytes"]["written"]
     wanted = data["step"]["median_s"] / (moved / data["limit"]["mixed_gbps"] / 1e9)
     assert data["ratio_to_limit"] == pytest.approx(wanted, rel=0.05)
@@ -104,7 +104,10 @@ def test_nothing_is_left(result):
     assert list(result[1].iterdir()) == []
 
 
-def test_state_that_lives_in_memory_does_not_reach_the_drives(tmp_path):
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_state_that_lives_in_memory_does_not_reach_the_drives(request, tmp_path, is_copied):
+    if is_copied:
+        request.getfixturevalue("host_homes_are_copied")
     config = StreamConfig(
         directories=(tmp_path,), bucket_size=12 * 8192, hbm_budget=12 * 2**14, host_budget=2**30
     )
@@ -113,10 +116,12 @@ def test_state_that_lives_in_memory_does_not_reach_the_drives(tmp_path):
     )
     data = json.loads(json.dumps(found.to_dict()))
     assert (data["ratio_to_limit"], data["initialize"]["ratio_to_limit"]) == (None, None)
-    assert (data["bytes"]["written"], data["device_buckets"]) == (0, 1)
-    assert data["bytes"]["host_written"] == found.state_bytes - 12 * 2**13 - 4096
+    in_place = 1 if is_copied else -(-NUMEL // 8192)
+    copied_bytes = found.state_bytes - 12 * 2**13 - 4096 if is_copied else 0
+    assert (data["bytes"]["written"], data["in_place_buckets"]) == (0, in_place)
+    assert data["bytes"]["host_written"] == copied_bytes
     assert "No byte of a step goes to the drives" in found.to_text()
-    assert "1 buckets on the device" in found.to_text()
+    assert f"{in_place} buckets stepped where they live" in found.to_text()
 
 
 def test_the_ways_that_state_lives_in_memory_are_timed(tmp_path):

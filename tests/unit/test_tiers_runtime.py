@@ -119,6 +119,7 @@ def oracle(steps: int) -> list[torch.Tensor]:
     return models
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize(
     ("hbm", "host", "homes"),
     [
@@ -130,11 +131,20 @@ def oracle(steps: int) -> list[torch.Tensor]:
     ],
 )
 def test_engines_share_the_budgets(
-    tmp_path: Path, buffers: Any, hbm: int, host: int, homes: str
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    buffers: Any,
+    hbm: int,
+    host: int,
+    homes: str,
+    is_copied: bool,
 ) -> None:
+    if is_copied:
+        request.getfixturevalue("host_homes_are_copied")
     run = Run(tmp_path, hbm_budget=hbm, host_budget=host)
     assert run.homes == homes
-    assert len(run.runtime.pool.slots) == (0 if "n" not in homes and "h" not in homes else 3)
+    moving = homes.count("n") + is_copied * homes.count("h")
+    assert len(run.runtime.pool.slots) == min(3, moving)
     run.train(0, 2)
     run.runtime.suspend()
     run.runtime.suspend()
