@@ -117,11 +117,19 @@ def test_two_gpus_equal_the_plain_run_and_resume(tmp_path: Path) -> None:
     batch = ["--global-batch-size", "4"]
     streamed = [*batch, *streaming(tmp_path / "state")]
     checkpoint = str(tmp_path / "checkpoint")
-    plain = train(*batch, ranks=2)
-    whole = train(*streamed, ranks=2)
+    saving = ["--save", checkpoint, "--exit-interval", str(STOP_AT)]
+    with ThreadPoolExecutor() as threads:  # as above
+        runs = [
+            threads.submit(train, *arguments, ranks=2)
+            for arguments in (
+                batch,
+                [*batch, *streaming(tmp_path / "whole")],
+                [*streamed, *saving],
+            )
+        ]
+        plain, whole, first = [run.result() for run in runs]
     assert len(plain["losses"]) == STEPS
     assert (whole["losses"], whole["params"]) == (plain["losses"], plain["params"])
-    first = train(*streamed, "--save", checkpoint, "--exit-interval", str(STOP_AT), ranks=2)
     second = train(*streamed, "--load", checkpoint, "--save", checkpoint, ranks=2)
     assert first["losses"] + second["losses"] == whole["losses"]
     assert second["params"] == whole["params"]
