@@ -316,6 +316,11 @@ def streamer_recipe(path: Path) -> Recipe:
     def build(params: Tensors, grads: Tensors, setting: Setting) -> Peer:
         names = runpy.run_path(str(path))
         if takes_megatron:
+            if not callable(names.get(_MEGATRON_SETUP)):
+                raise CannotRunError(
+                    f"{path} names {_MEGATRON_SETUP}, but not as a function of the module: define "
+                    "or import it at the top level"
+                )
             from gds_optimizer.bench import peer_megatron
 
             return peer_megatron.build(names[_MEGATRON_SETUP], params, grads, setting)

@@ -44,6 +44,10 @@ FAILING = {
         "parameter 0 did not change in 2 steps",
     ),
     "empty": ("", r"has no function build\(params, directory\)"),
+    "nested": (
+        "class A:\n    def setup_optimizer_state_streaming(args, optimizer): pass",
+        "not as a function of the module",
+    ),
 }
 
 

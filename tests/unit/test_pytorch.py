@@ -168,6 +168,26 @@ def test_gradients_that_are_not_contiguous(state):
     optimizers[1].close()
 
 
+def test_gradients_with_other_strides_than_their_parameters(state):
+    """What is at the same index belongs together, whatever the optimizer makes of other strides.
+
+    torch's fused kernels for the CPU take a gradient in the order in which it lies in memory.
+    """
+    make = partial(adamw, fused=True)
+    params = [torch.nn.Parameter(torch.ones(30, 50)) for _ in range(3)]
+    grad = torch.randn(50, 30, generator=torch.Generator().manual_seed(0)).t()
+    with stream(make([params[0]]), StreamConfig(directories=(state,))) as streamed:
+        for optimizer, param, own in (
+            (streamed, params[0], grad),
+            (make([params[1]]), params[1], grad.contiguous()),
+            (adamw([params[2]]), params[2], grad),
+        ):
+            param.grad = own
+            optimizer.step()
+    assert same_bits(params[0], params[1])
+    assert torch.allclose(params[0], params[2])
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parameters_in_another_memory_format(state, tmp_path, dtype, fused):
