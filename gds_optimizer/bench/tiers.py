@@ -1,9 +1,9 @@
 """What memory for buckets buys: `python -m gds_optimizer.bench.tiers --dir D`.
 
 Five ways of one optimizer step over the same number of parameters, timed in turn in one process:
-a bare loop of copies and Adam that shares no code with the engine, the engine with its state in
-host memory, the same with a part of it on NVMe, the resident step, and the engine with its state on
-the device.
+a bare loop of copies and Adam that shares no code with the engine, the resident step, the engine
+with its state in host memory, the same with a part of it on NVMe, and the engine with its state on
+the device. `--ways` chooses some of them, for states of which not all fit beside each other.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ _ADAMW: dict[str, Any] = {
     "weight_decay": 1e-2,
     "amsgrad": False,
     "maximize": False,
+}
+
+WAYS = ("bare_loop", "resident", "host", "host_and_nvme", "device")
+_RATIOS = {
+    "host_to_bare_loop": ("host", "bare_loop"),
+    "host_and_nvme_to_bare_loop": ("host_and_nvme", "bare_loop"),
+    "device_to_resident": ("device", "resident"),
 }
 
 Step = Callable[[], None]
@@ -168,18 +175,24 @@ def _engine(
 
 @torch.no_grad()
 def run_tiers_bench(
-    config: StreamConfig, *, numel: int, repeats: int, device: torch.device
+    config: StreamConfig,
+    *,
+    numel: int,
+    repeats: int,
+    device: torch.device,
+    wanted: Sequence[str] = WAYS,
 ) -> dict[str, Any]:
-    """Time the five ways in turn.
+    """Time the ways in turn.
 
     Args:
         config: directories, bucket size, slots and so on; its budgets are not used.
         numel: parameters. Three of the ways take 12 bytes each of host memory, two of the device's.
         repeats: how often each is timed; once more before that is not counted.
         device: where parameters and slots are.
+        wanted: some of `WAYS`.
 
     Returns:
-        Medians ("seconds"), all times ("runs"), and ratios of medians.
+        Medians ("seconds"), all times ("runs"), and ratios of medians (None without both).
 
     Raises:
         GdsOptimizerError: setting up or a step failed.
@@ -187,7 +200,8 @@ def run_tiers_bench(
     """
     state_bytes = _STATE_BYTES * numel
     everything = state_bytes + state_bytes // 256 + _SLACK_BYTES
-    check_room_for_files(config.directories, int(_NVME_PART * state_bytes) + _SLACK_BYTES)
+    if "host_and_nvme" in wanted:
+        check_room_for_files(config.directories, int(_NVME_PART * state_bytes) + _SLACK_BYTES)
     budgets = {
         "host": replace(config, host_budget=everything),
         "host_and_nvme": replace(config, host_budget=int((1 - _NVME_PART) * state_bytes)),
@@ -196,11 +210,17 @@ def run_tiers_bench(
     grads = torch.randn(min(numel, _SHARD_NUMEL), device=device) * 0.01
     bucket_numel = min(config.bucket_size // _STATE_BYTES // 1024 * 1024, grads.numel())
     with contextlib.ExitStack() as undo:
-        loop = BareLoop(_flat_params(numel, bucket_numel, device), grads, config.slots)
-        undo.callback(loop.close)
-        ways: dict[str, Step] = {"bare_loop": loop.step, "resident": _resident(numel, grads)}
+        ways: dict[str, Step] = {}
+        if "bare_loop" in wanted:
+            loop = BareLoop(_flat_params(numel, bucket_numel, device), grads, config.slots)
+            undo.callback(loop.close)
+            ways["bare_loop"] = loop.step
+        if "resident" in wanted:
+            ways["resident"] = _resident(numel, grads)
         where: dict[str, Any] = {}
         for name, budget in budgets.items():
+            if name not in wanted:
+                continue
             ways[name], runtime = undo.enter_context(_engine(name, budget, numel, grads))
             files = runtime.engines[0].store.in_memory.values()
             on_device = sum(file.stays_on_device for file in files)
@@ -223,9 +243,10 @@ def run_tiers_bench(
         "buckets": where,
         "seconds": median,
         "runs": runs,
-        "host_to_bare_loop": median["host"] / median["bare_loop"],
-        "host_and_nvme_to_bare_loop": median["host_and_nvme"] / median["bare_loop"],
-        "device_to_resident": median["device"] / median["resident"],
+        **{
+            ratio: median[over] / median[under] if {over, under} <= median.keys() else None
+            for ratio, (over, under) in _RATIOS.items()
+        },
     }
 
 
@@ -239,11 +260,9 @@ def _text(found: dict[str, Any]) -> str:
             f"{name:<14} {seconds:8.4f} s ({min(runs):.4f} to {max(runs):.4f})"
             + (f"  buckets: {buckets}" if buckets else "")
         )
-    lines.append(
-        f"In host memory a step takes {found['host_to_bare_loop']:.2f} times the bare loop, with a "
-        f"part on NVMe {found['host_and_nvme_to_bare_loop']:.2f} times; on the device "
-        f"{found['device_to_resident']:.3f} times the resident step."
-    )
+    for ratio, (over, under) in _RATIOS.items():
+        if found[ratio] is not None:
+            lines.append(f"{over} takes {found[ratio]:.3f} times as long as {under}")
     return "\n".join(lines)
 
 
@@ -251,6 +270,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = module_parser("tiers", __doc__)
     parser.add_argument(
         "--numel", type=count, default=1_240_000_000, help="parameters (default 1.24e9)"
+    )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=WAYS,
+        metavar="WAY",
+        help=f"which to time (default all: {' '.join(WAYS)})",
     )
     add_timing_options(parser)
     arguments = parser.parse_args(argv)
@@ -263,6 +290,7 @@ def _run(arguments: argparse.Namespace) -> int:
         numel=arguments.numel,
         repeats=arguments.repeats,
         device=device_named(arguments.device),
+        wanted=arguments.ways,
     )
     sys.stdout.write((json.dumps(found, indent=1) if arguments.json else _text(found)) + "\n")
     return 0

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from gds_optimizer.bench import limit as limit_module
+from gds_optimizer.bench import tiers
 from gds_optimizer.bench.limit import Limit, LimitFiles
 from gds_optimizer.bench.steps import run_bench
 from gds_optimizer.bench.tiers import run_tiers_bench
@@ -136,7 +137,19 @@ def test_the_ways_that_state_lives_in_memory_are_timed(tmp_path):
     assert found["buckets"]["host"] == {"device": 0, "host": 25, "nvme": 0}
     assert found["buckets"]["device"] == {"device": 25, "host": 0, "nvme": 0}
     assert found["buckets"]["host_and_nvme"]["nvme"] in (2, 3)
+    assert found["device_to_resident"] == found["seconds"]["device"] / found["seconds"]["resident"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_some_of_the_ways_are_timed(tmp_path, capsys):
+    arguments = ["--dir", str(tmp_path), "--numel", "20000", "--device", "cpu", "--repeats", "1"]
+    assert tiers.main([*arguments, "--json", "--ways", "device", "bare_loop"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["seconds"]) == {"bare_loop", "device"}
+    assert found["device_to_resident"] is None
+    assert tiers.main([*arguments, "--ways", "device", "resident"]) == 0
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "times as long" in line]
+    assert told.startswith("device takes ")
 
 
 def test_limit_files_are_removed_when_measuring_fails(tmp_path):
