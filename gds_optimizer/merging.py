@@ -282,7 +282,7 @@ class Merger:
         self._known: dict[int, tuple[bytes, BucketRuns]] = {}
         # What runs were made of in the last step, how often that has changed, and for each bucket
         # when its runs were last looked at.
-        self._made_of: list[Any] = []
+        self._made_of: tuple[bytes, bytes] | None = None
         self._changes = 0
         self._seen: dict[int, int] = {}
         self.mains = Mains(plan)
@@ -309,16 +309,18 @@ class Merger:
         self, gradients: Gradients, scalar_classes: np.ndarray[Any, np.dtype[np.int64]] | None
     ) -> None:
         """Compare with the last step, once for all buckets: in a steady run nothing has changed."""
-        made_of = [
+        by_binding = [
             gradients.group,
             gradients.is_there,
             gradients.address,
             gradients.itemsize,
             gradients.kind,
-            np.empty(0) if scalar_classes is None else scalar_classes,
-            np.array([bool(group.get("fused")) for group in self.plan.optimizer.param_groups]),
+            *(() if scalar_classes is None else (scalar_classes,)),
         ]
-        if not self._made_of or not all(map(np.array_equal, made_of, self._made_of)):
+        fused = bytes(bool(group.get("fused")) for group in self.plan.optimizer.param_groups)
+        # As bytes: comparing that many arrays takes longer than joining them.
+        made_of = (fused, b"".join(each.tobytes() for each in by_binding))
+        if made_of != self._made_of:
             self._changes += 1
         self._made_of = made_of
 

@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from gds_optimizer.errors import GdsOptimizerError, IoTimeoutError, StepFailedError
 from gds_optimizer.io import BucketFile, MemoryFile, MemoryTransfer
@@ -119,13 +120,9 @@ class Pipeline:
                 buckets whose visit has returned are on disk unless the failure was their write.
         """
         files = self.store.files
-        in_place = {
-            index
-            for index in order
-            if isinstance(file := files[index], MemoryFile) and file.is_stepped_in_place
-        }
-        resident = [index for index in order if index in in_place]
-        queues = _Queues(files, [index for index in order if index not in in_place])
+        resident = [index for index in order if files[index].is_stepped_in_place]
+        moving = [index for index in order if not files[index].is_stepped_in_place]
+        queues = _Queues(files, moving)
         reading: deque[Slot] = deque()
         is_cuda = self.pool.device.type == "cuda"
         try:
@@ -165,9 +162,7 @@ class Pipeline:
         """Visit buckets where they live; there is nothing to read and nothing to write."""
 
         def slot_of(bucket: int) -> Slot:
-            file = self.store.files[bucket]
-            assert isinstance(file, MemoryFile)
-            slot = Slot(bucket, file.memory)
+            slot = Slot(bucket, cast(MemoryFile, self.store.files[bucket]).memory)
             slot.assign(self, bucket, SlotState.COMPUTING)
             return slot
 

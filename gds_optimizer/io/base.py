@@ -59,9 +59,16 @@ class Transfer(ABC):
 
 
 class BucketFile(ABC):
-    """An open bucket file of fixed size. The file exists and its space is allocated."""
+    """An open bucket file of fixed size. The file exists and its space is allocated.
+
+    Attributes:
+        path: of the file, or what takes its place in messages.
+        is_stepped_in_place: whether the bucket is in memory that a step works on itself, so that
+            nothing is read or written.
+    """
 
     path: Path
+    is_stepped_in_place = False
 
     @abstractmethod
     def read(self, buffer: torch.Tensor, file_offset: int) -> Transfer:

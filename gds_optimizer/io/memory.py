@@ -202,15 +202,11 @@ class MemoryFile(BucketFile):
         self.nbytes = memory.numel()
         self.device = streams.device
         self.stays_on_device = host_buffer is None
+        self.is_stepped_in_place = self.stays_on_device or reaches_host_memory(self.device)
         self._host_buffer = host_buffer
         self._streams = streams
         self._read_done = streams.new_event()
         self._write_done = streams.new_event()
-
-    @property
-    def is_stepped_in_place(self) -> bool:
-        """Whether a step works on `memory` itself, so that nothing is copied."""
-        return self.stays_on_device or reaches_host_memory(self.device)
 
     @classmethod
     def in_host_memory(cls, nbytes: int, streams: CopyStreams) -> MemoryFile:
