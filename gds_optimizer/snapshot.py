@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gds_optimizer.bucket_files import MANIFEST_NAME, SNAPSHOT_NAME
 from gds_optimizer.checksum import checksum
 from gds_optimizer.codecs import raw_codec_name
 from gds_optimizer.engine import Engine
@@ -34,7 +35,7 @@ from gds_optimizer.errors import SnapshotError
 from gds_optimizer.footer import Footer, read_footer
 from gds_optimizer.jsonvalues import seal, seal_of, to_json
 from gds_optimizer.snapshot_upper import UPPER_NAME, write_upper
-from gds_optimizer.store import MANIFEST_NAME, NO_LINK_ERRORS, SNAPSHOT_NAME
+from gds_optimizer.store import NO_LINK_ERRORS
 from gds_optimizer.written_out import write_out
 
 FORMAT = "gds-optimizer snapshot"

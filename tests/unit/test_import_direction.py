@@ -32,6 +32,7 @@ ORDER = (
     ("homes", "host_memory"),
     ("spread",),
     ("lock",),
+    ("bucket_files",),
     ("store",),
     ("mapping",),
     ("slots",),

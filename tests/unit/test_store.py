@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gds_optimizer import store as module
+from gds_optimizer import bucket_files as module
 from gds_optimizer.errors import ClosedError, ForkedError, IoError, NoSpaceError, StoreChangedError
 from gds_optimizer.io import IoBackend
 from gds_optimizer.layout import PlaneSpec, Shard, SpaceSpec, plan_layout
