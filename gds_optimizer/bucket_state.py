@@ -183,10 +183,12 @@ class BucketState:
             slot: holds what of it a step must read.
             main_only: leave all but the main plane out, and decode nothing.
         """
-        needed, bucket = self.needed(index), self.layout.buckets[index]
+        bucket = self.layout.buckets[index]
         planes = self.planes(bucket, slot)
-        if len(needed) == len(planes) and not main_only and self._views[index] is not None:
+        is_whole = all(self.records[index].written) and not self.main_from_model[index]
+        if is_whole and not main_only and self._views[index] is not None:
             return planes  # all of it is there, as it is
+        needed = self.needed(index)
         if main_only:
             planes = {name: values for name, values in planes.items() if name == MAIN_PLANE}
         if index in self.halves.buckets and 0 in needed:

@@ -21,8 +21,8 @@ from gds_optimizer.stepper import Stepper
 _RESIDENT_BATCHES = (4, 64)
 """Buckets that the first call of the optimizer steps, and the most that a later one does.
 
-The first is small, so that the device begins early; each takes twice as many as the one before, for
-which the device needs longer than the host needs to prepare them.
+The first is small, so that the device begins early. Each takes a quarter more than the one before:
+the device must still be at work on that one when a slow host has prepared it.
 """
 _FUSED_LIBRARIES = ("transformer_engine", "apex")
 """Whose optimizers step in place without an option that says so."""
@@ -120,7 +120,7 @@ class StepPass:
                     break
             self._visit_batch([(index, slot_of(index)) for index in batch])
             position += len(batch)
-            count = min(2 * count, limit)
+            count = min(count + max(1, count // 4), limit)
 
     def _runs_of(self, index: int) -> BucketRuns:
         """How a bucket is stepped in this step; found out once."""
@@ -136,7 +136,8 @@ class StepPass:
             [(index, planes[MAIN_PLANE]) for index, planes in held if MAIN_PLANE in planes]
         )
         for (index, slot), (_, planes), active in zip(batch, held, stepped, strict=True):
-            buckets.encode(index, slot, planes, active, step=self.rounding_step)
+            if buckets.needs_scratch[index]:
+                buckets.encode(index, slot, planes, active, step=self.rounding_step)
             self._count_as_stepped(index)
 
     def _steps_without_temporaries(self) -> bool:
@@ -197,7 +198,8 @@ class StepPass:
     def _count_as_stepped(self, index: int) -> None:
         record = self.buckets.records[index]
         record.step = self.step
-        record.written = [True] * len(self.plan.layout.buckets[index].planes)
+        if not all(record.written):
+            record.written = [True] * len(record.written)
         self.buckets.main_from_model[index] = False
         self.buckets.model_is_behind.discard(index)
 
