@@ -203,8 +203,8 @@ class StreamPlan:
             unused.moving_buckets,
         )
         text = f"{offer}, which then read {_gb(unused.read_bytes)} a rank"
-        if unused.step_low_s is None or unused.step_high_s is None:
-            return text
+        if unused.step_low_s is None or not unused.step_high_s:
+            return text  # no rate is known, or nothing moves: no estimate of a step either way
         return f"{text}: {_seconds(unused.step_low_s, unused.step_high_s)} a step, estimated"
 
 

@@ -127,6 +127,17 @@ def test_unused_memory_is_that_of_the_log(tmp_path, hbm_budget):
     assert asked.unused is None
 
 
+def test_a_step_in_which_nothing_would_move_is_not_said_to_take_no_time(tmp_path):
+    options = {"rates": Rates(mixed_gbps=2.0, copy_gbps=40.0), "host_memory_bytes": 2**32}
+    plans = [
+        plan_streaming(10**8, config_of(tmp_path), device_type=kind, **options)
+        for kind in ("cuda", "cpu")
+    ]
+    assert [plan.unused.step_high_s > 0 for plan in plans] == [True, False]
+    told = [plan.to_text().splitlines()[-1].endswith("estimated") for plan in plans]
+    assert told == [True, False]
+
+
 def test_auto_is_the_half_of_a_machine_s_memory_by_its_ranks(tmp_path):
     config = config_of(tmp_path, host_budget="auto")
     layout = engine_plan(12_501, config).layout
