@@ -94,7 +94,7 @@ class BucketState:
         self.forget_cuts()
 
     def forget_cuts(self) -> None:
-        """Hold on to no memory of buckets that live on the device."""
+        """Hold on to no memory of buckets that are stepped where they live."""
         self.device_cuts.clear()
         self._model_copies.let_go_of_mains()
 

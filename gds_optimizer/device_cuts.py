@@ -1,6 +1,6 @@
-"""Buckets that live on the device, cut once: the same views of them serve every step.
+"""Buckets that are stepped where they live, cut once: the same views of them serve every step.
 
-Cutting tensors takes the host longer than stepping a bucket takes the device.
+Cutting tensors takes the host longer than stepping a bucket takes a GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Planes:
 
 
 class DeviceCuts:
-    """What is kept of the buckets of one engine that live on the device."""
+    """What is kept of the buckets of one engine that are stepped where they live."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Planes] = {}

@@ -130,7 +130,7 @@ class Pipeline:
             while queues.wanted or reading or resident:
                 self.pool.trace.poll()
                 self._read_ahead(queues, reading, reads, clock, may_wait=not resident)
-                if resident and (is_cuda or not any(map(_has_arrived, reading))):
+                if resident and (is_cuda or not self._is_next_here(reading, queues)):
                     is_all = is_cuda or not (queues.wanted or reading)
                     count = len(resident) if is_all else 1
                     self._visit_resident(resident[:count], visit, visit_resident, clock)
@@ -194,14 +194,18 @@ class Pipeline:
         *,
         may_wait: bool = True,
     ) -> None:
-        """Start reads while slots are to be had; wait for a write only if nothing is being read."""
+        """Start reads while slots are to be had; wait for a write only if nothing is being read.
+
+        Args:
+            may_wait: whether it may wait at all: there is nothing else to do meanwhile.
+        """
         while queues.wanted:
             queue = self._queue_to_serve(queues)
             if queue is queues.on_drives:
                 self._put_first(queue)
             bucket = queue[0]
             must = may_wait and (not reading or self._is_copy_awaited(queues, reading))
-            slot = self._take_slot(bucket, queues.wanted, must=must, clock=clock)
+            slot = self._take_slot(bucket, queues.wanted, must=must, may_wait=may_wait, clock=clock)
             if slot is None:
                 return
             queue.popleft()
@@ -271,6 +275,11 @@ class Pipeline:
             del queue[position]
             queue.appendleft(bucket)
 
+    def _is_next_here(self, reading: Sequence[Slot], queues: _Queues) -> bool:
+        """Whether `_next_read` has a slot that can be visited without waiting."""
+        is_any_taken = self.order is not None or queues.are_two
+        return any(map(_has_arrived, reading if is_any_taken else [*reading][:1]))
+
     def _next_read(self, reading: deque[Slot], queues: _Queues) -> Slot | None:
         """Take the slot to visit next: the first in order, or what arrives first.
 
@@ -310,17 +319,20 @@ class Pipeline:
         return reading.popleft()
 
     def _take_slot(
-        self, bucket: int, wanted: set[int], *, must: bool, clock: PassClock
+        self, bucket: int, wanted: set[int], *, must: bool, may_wait: bool, clock: PassClock
     ) -> Slot | None:
         """A slot without transfers in flight: the one that still holds `bucket`, else an idle one.
 
         Args:
             wanted: buckets this pass will still visit; slots that hold one are spared.
             must: wait for a write to end rather than return None.
+            may_wait: wait for the write of `bucket` itself, though `must` is False.
         """
         slots = self.pool.slots
         for slot in slots:
             if slot.owner is self and slot.bucket == bucket and slot.state in _HOLDING:
+                if not (may_wait or slot.is_idle):
+                    return None
                 # Its bytes are good, but nothing may change them before its write has ended.
                 with clock.phase("write_wait"):
                     self._finish(slot)

@@ -17,6 +17,7 @@ from gds_optimizer.errors import ConfigError
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.homes import Home
 from gds_optimizer.host_memory import available_bytes
+from gds_optimizer.io import reaches_host_memory
 from gds_optimizer.plan import Binding, EnginePlan, plan_as_configured
 from gds_optimizer.rates import Rates
 from gds_optimizer.room import free_bytes
@@ -70,7 +71,8 @@ class StreamPlan:
         bucket_bytes: of the largest bucket.
         slots, slot_bytes, scratch_bytes: of a rank, on its device.
         read_bytes, written_bytes: of files, by a rank in a step, when nothing is left in slots.
-        host_read_bytes, host_written_bytes: copied from and to host memory, the same way.
+        host_read_bytes, host_written_bytes: copied from and to host memory, the same way; 0 where
+            the optimizer steps on the CPU.
         local_bytes: of the bucket files of a machine.
         local_host_bytes: of the buckets in its host memory.
         free_bytes: in the directories; None where none was named.
@@ -163,7 +165,8 @@ class StreamPlan:
                 "for one bucket come on top"
             ),
             (
-                f"host        {_gb(self.bytes_by_home[Home.HOST.value])} a rank, pinned; "
+                f"host        {_gb(self.bytes_by_home[Home.HOST.value])} a rank"
+                f"{', pinned' if self.host_read_bytes else ''}; "
                 f"{_gb(self.local_host_bytes)} {where}"
             ),
             (
@@ -200,8 +203,8 @@ class StreamPlan:
             unused.moving_buckets,
         )
         text = f"{offer}, which then read {_gb(unused.read_bytes)} a rank"
-        if unused.step_low_s is None or unused.step_high_s is None:
-            return text
+        if unused.step_low_s is None or not unused.step_high_s:
+            return text  # no rate is known, or nothing moves: no estimate of a step either way
         return f"{text}: {_seconds(unused.step_low_s, unused.step_high_s)} a step, estimated"
 
 
@@ -243,6 +246,7 @@ def plan_streaming(
     ranks: int = 1,
     local_ranks: int | None = None,
     optimizer: str = "adamw",
+    device_type: str = "cuda",
     rates: Rates | None = None,
     look_for_room: bool = False,
     host_memory_bytes: int | None = None,
@@ -258,6 +262,7 @@ def plan_streaming(
         ranks: that share the optimizer state.
         local_ranks: of them, on one machine with its drives and its memory; None for all.
         optimizer: a key of `OPTIMIZERS`.
+        device_type: "cuda" or "cpu": where the optimizer steps.
         rates: what a machine gives.
         look_for_room: in the directories of `config`.
         host_memory_bytes: available on a machine; by default what this one has.
@@ -299,8 +304,10 @@ def plan_streaming(
 
     local_bytes = of_ranks(local_ranks, lambda tiers: tiers.nbytes(Home.NVME))
     nvme_bytes, host_bytes = most.nbytes(Home.NVME), most.nbytes(Home.HOST)
-    seconds = (rates or Rates()).step_s(local_bytes, local_bytes, 2 * host_bytes)
-    layout, pool = most.layouts[0], most.pool_sizes(config.slots)
+    is_copied = not reaches_host_memory(torch.device(device_type))
+    copied_bytes = host_bytes if is_copied else 0
+    seconds = (rates or Rates()).step_s(local_bytes, local_bytes, 2 * copied_bytes)
+    layout, pool = most.layouts[0], most.pool_sizes(config.slots, from_host=is_copied)
     plan = StreamPlan(
         optimizer=optimizer,
         numel=numel,
@@ -321,8 +328,8 @@ def plan_streaming(
         scratch_bytes=pool.scratch_bytes,
         read_bytes=nvme_bytes,
         written_bytes=nvme_bytes,
-        host_read_bytes=host_bytes,
-        host_written_bytes=host_bytes,
+        host_read_bytes=copied_bytes,
+        host_written_bytes=copied_bytes,
         local_bytes=local_bytes,
         local_host_bytes=of_ranks(local_ranks, lambda tiers: tiers.nbytes(Home.HOST)),
         free_bytes=free_bytes(*config.directories) if look_for_room else None,
@@ -338,6 +345,7 @@ def plan_streaming(
         ranks=ranks,
         local_ranks=local_ranks,
         optimizer=optimizer,
+        device_type=device_type,
         rates=rates,
         # Exactly what it takes: with no memory beyond that, there is no further offer.
         host_memory_bytes=0,

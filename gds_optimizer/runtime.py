@@ -123,8 +123,10 @@ class Runtime:
                 config, backend, tiers.nbytes(Home.NVME), measured=tuning.rates_by_device()
             )
             undo.callback(tiers.close)
-            tiers.take_host_memory(device, rank)
-            sizes = tiers.pool_sizes(config.slots, from_host=not reaches_host_memory(device))
+            # Before the slots: what host memory has no room for goes to NVMe, and needs some.
+            tiers.take_host_memory(backend.device, rank)
+            from_host = not reaches_host_memory(backend.device)
+            sizes = tiers.pool_sizes(config.slots, from_host=from_host)
             pool = SlotPool(
                 sizes.count, sizes.slot_bytes, backend, scratch_bytes=sizes.scratch_bytes
             )

@@ -103,9 +103,9 @@ class StepPass:
         return [(0, bucket.file_bytes)]
 
     def visit_resident(self, indices: Sequence[int], slot_of: Callable[[int], Slot]) -> None:
-        """Step buckets that live on the device, several in one call of the optimizer.
+        """Step buckets where they live, several in one call of the optimizer.
 
-        A call for each would take the host longer than the step takes the device.
+        A call for each would take the host longer than the step takes a GPU.
         """
         count, limit = _RESIDENT_BATCHES if self._steps_without_temporaries() else (1, 1)
         position = 0

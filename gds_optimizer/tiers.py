@@ -45,7 +45,7 @@ class HostOffer:
         available_bytes: of host memory, to this rank.
         budget_bytes: of host memory to ask for, whole GiB: at most half of what is available.
         kept: buckets that would live there.
-        moving: buckets that go through a slot in a step.
+        moving: buckets that are not on the device: in host memory and on the drives.
     """
 
     available_bytes: int
@@ -153,7 +153,7 @@ class Tiers:
         What is not to be had leaves the rest of these buckets on NVMe, with a warning.
 
         Args:
-            device: where the state is stepped.
+            device: where the state is stepped, with its index: slots are compared with it.
             rank: for the log.
         """
         streams = CopyStreams(device)

@@ -68,7 +68,8 @@ def register(subparsers: SubParsers) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="where the optimizer steps: the CPU has other slots and buckets by default",
+        help="where the optimizer steps: the CPU has other slots and buckets by default, and takes "
+        "what is in host memory as it is",
     )
     parser.add_argument(
         "--dir",
@@ -126,6 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         ranks=arguments.ranks,
         local_ranks=local_ranks,
         optimizer=arguments.optimizer,
+        device_type=arguments.device,
         rates=replace(rates, **named),
         look_for_room=bool(arguments.directories),
         host_memory_bytes=host_bytes,

@@ -148,6 +148,28 @@ def test_a_cpu_steps_what_is_in_memory_while_it_would_wait_for_a_drive() -> None
     assert (stats.in_place_buckets, stats.host_read_bytes, stats.host_written_bytes) == (3, 0, 0)
 
 
+def test_a_cpu_does_not_wait_for_the_first_read_because_another_has_ended() -> None:
+    rig = MixedRig(2, device=(0, 1))
+    rig.script.is_done = lambda transfer: transfer.file.number == 3
+    rig.run()
+    assert rig.visited[:3] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_what_is_in_memory_does_not_wait_for_the_last_pass_s_writes(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    rig = MixedRig(2, device=(0, 1))
+    monkeypatch.setattr(rig.pipeline.pool, "device", torch.device(kind))
+    rig.run()
+    rig.script.events.clear()
+    rig.run(range(7, -1, -1))
+    events = rig.script.of("visit", "write ended")
+    assert events[:3] == [("visit", 1), ("visit", 0), ("write ended", 7)]
+    rig.pipeline.drain()
+    rig.check_files()
+
+
 def test_a_gpu_is_given_all_that_it_holds_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are only queued then: nothing that a drive brings would come sooner."""
     rig = MixedRig(2, device=(0, 1, 4))

@@ -63,16 +63,18 @@ def test_a_run_takes_what_is_planned(tmp_path, numel, dtype, rounding):
         runtime.close_engine(engine)
 
 
-@pytest.mark.usefixtures("host_homes_are_copied")
+@pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize("main", ["fp32", "remainder"])
 @pytest.mark.parametrize(
     "budgets", [(2**30, 0), (0, 2**30), (110_000, 0), (0, 110_000), (110_000, 60_000), (9, 9)]
 )
-def test_a_run_with_budgets_takes_what_is_planned(tmp_path, budgets, main):
+def test_a_run_with_budgets_takes_what_is_planned(request, tmp_path, budgets, main, is_copied):
+    if is_copied:
+        request.getfixturevalue("host_homes_are_copied")
     hbm_budget, host_budget = budgets
     config = config_of(tmp_path, hbm_budget=hbm_budget, host_budget=host_budget, main=main)
     numel, device = 50_001, torch.device("cpu")
-    plan = plan_streaming(numel, config)
+    plan = plan_streaming(numel, config, device_type="cpu")
     optimizer, bindings = synthetic_optimizer(numel, device)
     runtime = Runtime.build(
         [Part(optimizer, bindings, "opt0")], config, device=device, rank=0, eager=True
@@ -97,7 +99,9 @@ def test_a_run_with_budgets_takes_what_is_planned(tmp_path, budgets, main):
             engine.drain()
         assert engine.last_stats.written_bytes == plan.written_bytes
         assert engine.last_stats.host_written_bytes == plan.host_written_bytes
-        assert engine.last_stats.in_place_buckets == plan.buckets_by_home["device"]
+        assert engine.last_stats.in_place_buckets == len(found["device"]) + (
+            0 if is_copied else len(found["host"])
+        )
         kept_bytes = plan.slots * plan.slot_bytes
         read_bytes = engine.last_stats.read_bytes + engine.last_stats.host_read_bytes
         assert plan.pcie_bytes - kept_bytes <= read_bytes <= plan.pcie_bytes
@@ -121,6 +125,17 @@ def test_unused_memory_is_that_of_the_log(tmp_path, hbm_budget):
     assert plan_streaming(50_001, config, host_memory_bytes=2**31 - 1).unused is None
     asked = plan_streaming(50_001, config_of(tmp_path, host_budget=2**30), host_memory_bytes=2**40)
     assert asked.unused is None
+
+
+def test_a_step_in_which_nothing_would_move_is_not_said_to_take_no_time(tmp_path):
+    options = {"rates": Rates(mixed_gbps=2.0, copy_gbps=40.0), "host_memory_bytes": 2**32}
+    plans = [
+        plan_streaming(10**8, config_of(tmp_path), device_type=kind, **options)
+        for kind in ("cuda", "cpu")
+    ]
+    assert [plan.unused.step_high_s > 0 for plan in plans] == [True, False]
+    told = [plan.to_text().splitlines()[-1].endswith("estimated") for plan in plans]
+    assert told == [True, False]
 
 
 def test_auto_is_the_half_of_a_machine_s_memory_by_its_ranks(tmp_path):

@@ -67,6 +67,19 @@ def test_budgets_change_no_bit(tmp_path: Path, budgets: str, optimizer: str, mom
         both.check()
 
 
+@pytest.mark.usefixtures("host_homes_are_copied")
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("budgets", ["all_in_host_memory", "host_and_nvme", "three_kinds"])
+def test_copies_of_host_memory_change_no_bit(tmp_path: Path, budgets: str, moments: str) -> None:
+    """As where there is a GPU; above, what is in host memory is stepped where it is."""
+    with pair(tmp_path, fused, budgets=BUDGETS[budgets], moments=MOMENTS[moments]) as both:
+        for step in range(4):
+            both.step(step, without=(3,) if step == 1 else ())
+            both.check_models()
+            assert both.engine.last_stats.host_written_bytes > 0
+        both.check()
+
+
 class Moving(torch.optim.AdamW):
     """Leaves moments in other memory: as new tensors, and as other memory of the same tensor."""
 

@@ -231,12 +231,18 @@ def test_setting_up_that_fails_gives_all_memory_back(
     tmp_path: Path, buffers: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budgets = {"hbm_budget": BUCKET_BYTES, "host_budget": 3 * BUCKET_BYTES}
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            SlotPool, "allocate_home", lambda self, nbytes: (_ for _ in ()).throw(ConfigError("no"))
-        )
-        with pytest.raises(ConfigError, match="no"):
-            Run(tmp_path, **budgets)
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise ConfigError("the device is full")
+
+    for owner, name in ((SlotPool, "allocate_home"), (module, "SlotPool")):
+        taken = len(buffers)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, refuse)
+            with pytest.raises(ConfigError, match="the device is full"):
+                Run(tmp_path, **budgets)
+        assert len(buffers) == taken + 3
+        assert not any(each.tensor.numel() for each in buffers)
     for number in range(2):
         made: list[Any] = []
 
