@@ -123,15 +123,19 @@ class Runtime:
                 config, backend, tiers.nbytes(Home.NVME), measured=tuning.rates_by_device()
             )
             undo.callback(tiers.close)
-            # Before the slots: what host memory has no room for goes to NVMe, and needs some.
-            tiers.take_host_memory(backend.device, rank)
             from_host = not reaches_host_memory(backend.device)
+            if not from_host:
+                # What there is no room for goes to NVMe, and needs slots then.
+                tiers.take_host_memory(backend.device, rank)
             sizes = tiers.pool_sizes(config.slots, from_host=from_host)
             pool = SlotPool(
                 sizes.count, sizes.slot_bytes, backend, scratch_bytes=sizes.scratch_bytes
             )
             undo.callback(pool.close)
             tiers.take_device_memory(pool)
+            if from_host:
+                # Last: to pin it takes long, and how many slots there are does not depend on it.
+                tiers.take_host_memory(backend.device, rank)
             if config.trace is not None:
                 pool.trace = _tracer(config.trace, rank, device)
             runtime = cls(config, report, tuning, backend, pool)
