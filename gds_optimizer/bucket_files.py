@@ -193,12 +193,12 @@ class BucketFiles:
     def _no_space(self, path: Path, error: OSError) -> NoSpaceError:
         return NoSpaceError(
             f"{path.parent} has too little room ({os.strerror(error.errno or 0)}): "
-            f"{self._what_takes_room()} and {free_bytes(path.parent)} are free now: free space, "
+            f"{self._what_takes_room(path)} and {free_bytes(path.parent)} are free now: free space, "
             "name a larger or another directory, or raise the limit on file size"
         )
 
-    def _what_takes_room(self) -> str:
-        """What files are being made for, with bytes."""
+    def _what_takes_room(self, path: Path) -> str:
+        """What a file that does not fit was to be made for, with bytes."""
         on_disk = self._with_file()
         needed = sum(bucket.file_bytes for bucket in on_disk)
         created = sum(b.file_bytes for b in on_disk if b.index < len(self.paths))

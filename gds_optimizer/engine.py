@@ -108,8 +108,9 @@ class Engine(Passes):
                 visit_resident=step_pass.visit_resident,
             )
             step_pass.finish()
-        self.steps += 1
-        self._rounded_steps += 1
+            # Within the pass: an interrupt behind it must not find a step that was not counted.
+            self.steps += 1
+            self._rounded_steps += 1
 
     def _begin_step(self) -> None:
         while self.before_step:

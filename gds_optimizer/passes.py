@@ -25,7 +25,7 @@ from gds_optimizer.errors import (
 )
 from gds_optimizer.footer import BucketRecord
 from gds_optimizer.pipeline import Pipeline, Ranges
-from gds_optimizer.plan import MAIN_PLANE, EnginePlan
+from gds_optimizer.plan import MAIN_PLANE, EnginePlan, tie_plane
 from gds_optimizer.slots import Slot, SlotPool
 from gds_optimizer.store import Store
 from gds_optimizer.telemetry import PassClock, PassStats
@@ -270,13 +270,16 @@ class Passes:
         def read(index: int, slot: Slot, from_disk: bool) -> Ranges:
             if from_disk:
                 state.expect(index, slot, state.needed(index))()
+            is_home = self.store.files[index].is_stepped_in_place
+            if is_home and not main_only and tie_plane(self.layout.buckets[index]) is not None:
+                # Tie bits are cleared for whoever reads: an interrupt must not lose the only ones.
+                slot = Slot(index, slot.buffer.clone())
             planes = state.current_planes(index, slot, main_only=main_only)
             try:
                 visit(index, planes)
             finally:
                 if not main_only and 0 in state.needed(index):
-                    # The slot may serve the next step, or be the bucket's home: the tie bits go
-                    # back into it.
+                    # The slot may serve the next step: the tie bits go back into it.
                     state.encode_main(index, slot, planes)
             self.pool.synchronize_compute()
             return ()

@@ -255,7 +255,10 @@ class Runtime:
         Raises:
             ConfigError: the memory has gone to somebody else meanwhile.
             CorruptBucketError, IoError: what was written meanwhile cannot be read back.
+            ForkedError: it is a forked child's, whose parent still needs those files.
         """
+        for engine in self.engines:
+            engine.store.check_owner()
         was_suspended = self.pool.is_suspended
         self.pool.resume()
         try:

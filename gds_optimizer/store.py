@@ -52,10 +52,13 @@ class Store(BucketFiles):
         self._read_elsewhere.discard(identity)  # what had this number before is gone
         return identity
 
-    def _what_takes_room(self) -> str:
+    def _what_takes_room(self, path: Path) -> str:
         on_disk = self._with_file()
         if any(bucket.index >= len(self.paths) for bucket in on_disk):
-            return super()._what_takes_room()
+            return super()._what_takes_room(path)
+        if path in [self.paths[index] for index in self._written_out]:
+            in_memory = sum(self.layout.buckets[index].file_bytes for index in self.in_memory)
+            return f"the buckets that live in memory, to be written out, need {in_memory} bytes"
         missing = sum(b.file_bytes for b in on_disk if b.index not in self._spares)
         return (
             f"keeping the present files needs {missing} bytes more, for the files that the next "
@@ -162,6 +165,7 @@ class Store(BucketFiles):
 
     def _make_spare(self, index: int) -> None:
         spare = self.paths[index].with_suffix(".spare.bin")
+        spare.unlink(missing_ok=True)  # an interrupt may have left it
         self._create(spare, self.layout.buckets[index].file_bytes)
         self._spares[index] = spare
 
@@ -190,16 +194,21 @@ class Store(BucketFiles):
             if index not in self._spares:
                 self._make_spare(index)
             self._replace(index, self._spares.pop(index))
+            self._frozen.discard(index)
         return self.files[index]
 
     def _replace(self, index: int, path: Path) -> None:
-        """Give a bucket another file, which loses its own name."""
+        """Give a frozen bucket another file, which loses its own name.
+
+        An interrupt on the way leaves it frozen and without a file that it is known by, so that
+        `adopt_frozen` and `file_for_write` begin anew.
+        """
         state = os.stat(path)
+        self._identities[index] = (0, 0)
         os.replace(path, self.paths[index])
         self.files[index].close()
         self.files[index] = self.backend.open(self.paths[index])
         self._identities[index] = (state.st_dev, state.st_ino)
-        self._frozen.discard(index)
 
     def thaw(self) -> None:
         """Give every frozen bucket its spare now, with whatever is in it."""
@@ -229,12 +238,13 @@ class Store(BucketFiles):
             if error.errno in NO_LINK_ERRORS:
                 return False
             raise
-        if index not in self._frozen:
+        was_frozen = index in self._frozen
+        self._frozen.add(index)  # first: after an interrupt it must not be taken for a spare
+        if not was_frozen:
             spare = self.paths[index].with_suffix(".spare.bin")
             os.replace(self.paths[index], spare)
             self._spares[index] = spare
         self._replace(index, incoming)
-        self._frozen.add(index)
         return True
 
     def adopt_spare(self, source: Path) -> bool:
@@ -293,14 +303,13 @@ class Store(BucketFiles):
             undo.callback(self.drop_written_out, missing)
             for index in missing:
                 nbytes = self.layout.buckets[index].file_bytes
+                self._written_out.add(index)  # first: an interrupt must leave no file behind
                 self._identities[index] = self._create(self.paths[index], nbytes)
-                self._written_out.add(index)
             undo.pop_all()
 
     def drop_written_out(self, indices: Iterable[int] | None = None) -> None:
         """Remove the names of those files; whoever has one open or linked keeps what is in it."""
         for index in sorted(self._written_out if indices is None else indices):
             if index in self._written_out:
-                self._written_out.discard(index)
-                with contextlib.suppress(FileNotFoundError):
-                    self.paths[index].unlink()
+                self.paths[index].unlink(missing_ok=True)
+                self._written_out.discard(index)  # last: what is interrupted is done again

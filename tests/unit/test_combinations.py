@@ -9,7 +9,9 @@ from functools import partial
 import pytest
 import torch
 
+from gds_optimizer import bucket_state
 from gds_optimizer.checkpoint import load_state_dict, state_dict
+from gds_optimizer.codecs import clear_tie_bits
 from gds_optimizer.errors import ModelChangedError
 from gds_optimizer.io.memory import HostBuffer
 from gds_optimizer.merging import Gradients
@@ -87,8 +89,8 @@ def test_a_neighbour_that_changes_inside_materialized_is_noticed(tmp_path):
             block.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("budgets", [(LOTS, 0), (0, 0)], ids=["device", "drive"])
-def test_a_read_that_is_interrupted_changes_nothing(tmp_path, budgets):
+@all_budgets
+def test_a_read_that_is_interrupted_changes_nothing(tmp_path, budgets, monkeypatch):
     """The tie bits of mains lie in a moment that is cleared for whoever reads it."""
     numel = 4096
     with streamed(tmp_path, sizes=(numel,), budgets=budgets, moments=REMAINDER) as run:
@@ -103,6 +105,16 @@ def test_a_read_that_is_interrupted_changes_nothing(tmp_path, budgets):
 
         with pytest.raises(KeyboardInterrupt):
             run.engine.read_planes(interrupt, range(len(run.layout.buckets)))
+        assert same_bits(run.engine.read_state()["p0"]["main"], ties)
+
+        def clear_and_interrupt(moments):
+            clear_tie_bits(moments)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bucket_state, "clear_tie_bits", clear_and_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run.engine.read_state()
         assert same_bits(run.engine.read_state()["p0"]["main"], ties)
 
 

@@ -13,7 +13,7 @@ import torch
 from gds_optimizer import runtime as module
 from gds_optimizer import tiers
 from gds_optimizer.config import StreamConfig
-from gds_optimizer.errors import ConfigError, NoSpaceError
+from gds_optimizer.errors import ConfigError, ForkedError, NoSpaceError
 from gds_optimizer.evicted import evicted_like
 from gds_optimizer.io import memory
 from gds_optimizer.plan import Binding
@@ -27,6 +27,7 @@ from tests.support.engines import (
     first_values,
     flat_groups,
     grads_of,
+    in_child,
     leftovers,
     same_bits,
 )
@@ -289,6 +290,23 @@ def test_suspending_needs_room_for_what_lives_on_the_device(
         assert same_bits(wanted, found)
     run.close()
     assert leftovers(tmp_path) == []
+
+
+def test_a_forked_child_does_not_take_back_what_was_lent(tmp_path: Path) -> None:
+    run = Run(tmp_path, hbm_budget=LOTS)
+    run.train(0, 1)
+    run.runtime.suspend()
+
+    def resume() -> None:
+        with pytest.raises(ForkedError):
+            run.runtime.resume()
+
+    in_child(resume)
+    run.runtime.resume()
+    run.train(1, 2)
+    for wanted, found in zip(oracle(2), run.models, strict=True):
+        assert same_bits(wanted, found)
+    run.close()
 
 
 def test_closing_while_suspended_leaves_nothing(tmp_path: Path) -> None:
