@@ -193,8 +193,8 @@ class BucketFiles:
     def _no_space(self, path: Path, error: OSError) -> NoSpaceError:
         return NoSpaceError(
             f"{path.parent} has too little room ({os.strerror(error.errno or 0)}): "
-            f"{self._what_takes_room(path)} and {free_bytes(path.parent)} are free now: free space, "
-            "name a larger or another directory, or raise the limit on file size"
+            f"{self._what_takes_room(path)} and {free_bytes(path.parent)} are free now: free "
+            "space, name a larger or another directory, or raise the limit on file size"
         )
 
     def _what_takes_room(self, path: Path) -> str:
