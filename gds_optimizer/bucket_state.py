@@ -350,7 +350,6 @@ class BucketState:
         return merged
 
     def fill_main_from_model(self, index: int, main: torch.Tensor) -> None:
-        main.zero_()
         self._model_copies.from_model(index, main)
         if index in self.halves.buckets:  # steps never ask for these, so nothing would drop them
             self._model_copies.forget(index)

@@ -77,8 +77,10 @@ class ModelCopies:
         _copy(targets, sources)
 
     def from_model(self, index: int, main: torch.Tensor) -> None:
-        """Set the mains of a bucket to its parameters; elements without one are left alone."""
+        """Set the mains of a bucket to its parameters, and elements without one to zero."""
         copies = self._of(index)
+        if len(copies.picks) < len(copies.sizes) or sum(copies.sizes) < main.numel():
+            main.zero_()
         _copy(copies.mains(main), copies.models)
 
     def forget(self, index: int) -> None:
