@@ -194,8 +194,10 @@ def train_twice(configs: dict[str, TinyGptConfig]) -> dict[str, Outcome]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[tuple[int, str], list[Outcome]]:
+def outcomes(pytestconfig: pytest.Config) -> dict[tuple[int, str], list[Outcome]]:
     """By world size and name: what each rank saw."""
+    if MEGATRON_PATH and not pytestconfig.getoption("slow"):
+        pytest.skip("slow: give --slow")  # the instrument is tried with the installed version
     found = {}
     for world_size, configs in ((1, ONE_RANK), (2, TWO_RANKS)):
         ranks = run_ranks(world_size, train_twice, configs)
