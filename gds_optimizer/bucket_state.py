@@ -102,12 +102,13 @@ class BucketState:
 
     def needed(self, index: int) -> list[int]:
         """Planes of a bucket that a step must read."""
-        record, bucket = self.records[index], self.layout.buckets[index]
+        written, bucket = self.records[index].written, self.layout.buckets[index]
+        if all(written) and not self.main_from_model[index]:
+            return list(range(len(written)))  # in a steady run always: without a look at the planes
         return [
             number
             for number, plane in enumerate(bucket.planes)
-            if record.written[number]
-            and not (plane.name == MAIN_PLANE and self.main_from_model[index])
+            if written[number] and not (plane.name == MAIN_PLANE and self.main_from_model[index])
         ]
 
     def ranges(self, index: int, planes: Sequence[int]) -> Ranges:
@@ -183,12 +184,10 @@ class BucketState:
             slot: holds what of it a step must read.
             main_only: leave all but the main plane out, and decode nothing.
         """
-        bucket = self.layout.buckets[index]
+        needed, bucket = self.needed(index), self.layout.buckets[index]
         planes = self.planes(bucket, slot)
-        is_whole = all(self.records[index].written) and not self.main_from_model[index]
-        if is_whole and not main_only and self._views[index] is not None:
+        if len(needed) == len(planes) and not main_only and self._views[index] is not None:
             return planes  # all of it is there, as it is
-        needed = self.needed(index)
         if main_only:
             planes = {name: values for name, values in planes.items() if name == MAIN_PLANE}
         if index in self.halves.buckets and 0 in needed:

@@ -271,14 +271,15 @@ class Passes:
             if from_disk:
                 state.expect(index, slot, state.needed(index))()
             is_home = self.store.files[index].is_stepped_in_place
-            if is_home and not main_only and tie_plane(self.layout.buckets[index]) is not None:
+            has_ties = not main_only and tie_plane(self.layout.buckets[index]) is not None
+            if has_ties and is_home:
                 # Tie bits are cleared for whoever reads: an interrupt must not lose the only ones.
                 slot = Slot(index, slot.buffer.clone())
             planes = state.current_planes(index, slot, main_only=main_only)
             try:
                 visit(index, planes)
             finally:
-                if not main_only and 0 in state.needed(index):
+                if has_ties and not is_home and 0 in state.needed(index):
                     # The slot may serve the next step: the tie bits go back into it.
                     state.encode_main(index, slot, planes)
             self.pool.synchronize_compute()

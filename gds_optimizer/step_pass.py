@@ -136,8 +136,7 @@ class StepPass:
             [(index, planes[MAIN_PLANE]) for index, planes in held if MAIN_PLANE in planes]
         )
         for (index, slot), (_, planes), active in zip(batch, held, stepped, strict=True):
-            if buckets.needs_scratch[index]:
-                buckets.encode(index, slot, planes, active, step=self.rounding_step)
+            buckets.encode(index, slot, planes, active, step=self.rounding_step)
             self._count_as_stepped(index)
 
     def _steps_without_temporaries(self) -> bool:
@@ -198,8 +197,7 @@ class StepPass:
     def _count_as_stepped(self, index: int) -> None:
         record = self.buckets.records[index]
         record.step = self.step
-        if not all(record.written):
-            record.written = [True] * len(record.written)
+        record.written = [True] * len(record.written)
         self.buckets.main_from_model[index] = False
         self.buckets.model_is_behind.discard(index)
 

@@ -156,17 +156,17 @@ class Tiers:
             device: where the state is stepped, with its index: slots are compared with it.
             rank: for the log.
         """
-        streams = CopyStreams(device)
         host_bytes = self.nbytes(Home.HOST)
-        if host_bytes:
-            logger.info(
-                "rank %d: taking %.2f GiB of %shost memory for %d buckets",
-                rank,
-                host_bytes / 2**30,
-                "pinned " if device.type == "cuda" else "",
-                self.count(Home.HOST),
-            )
-        failure = ""
+        if not host_bytes:
+            return
+        logger.info(
+            "rank %d: taking %.2f GiB of %shost memory for %d buckets",
+            rank,
+            host_bytes / 2**30,
+            "pinned " if device.type == "cuda" else "",
+            self.count(Home.HOST),
+        )
+        streams, failure = CopyStreams(device), ""
         for own, files, bucket in self._living_in(Home.HOST):
             if not failure:
                 try:
