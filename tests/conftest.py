@@ -142,3 +142,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def host_homes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets in host memory go through slots, as they do where there is a GPU."""
     monkeypatch.setattr(memory, "_REACHING_HOST_MEMORY", ())
+
+
+@pytest.fixture(params=[False, True])
+def is_copied(request: pytest.FixtureRequest) -> bool:
+    """Whether buckets in host memory are copied, as on a GPU, or stepped in place: both in turn."""
+    if request.param:
+        request.getfixturevalue("host_homes_are_copied")
+    return bool(request.param)

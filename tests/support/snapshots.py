@@ -30,6 +30,11 @@ NATIVE = (1, 6)
 FROZEN = (2,)
 LATE, LATE_FROM = (3,), 5
 GROUPS = {4: {"lr": 3e-3, "weight_decay": 0.1}}
+LOTS = 2**30
+# Bytes on the device and in host memory. Of some twenty buckets of 16 KiB or less: a few of each
+# kind.
+MIX = (50_001, 60_001)
+BUDGETS = {"none": (0, 0), "device": (LOTS, 0), "host": (0, LOTS), "mix": MIX}
 
 
 def build(

@@ -105,10 +105,7 @@ def test_nothing_is_left(result):
     assert list(result[1].iterdir()) == []
 
 
-@pytest.mark.parametrize("is_copied", [False, True])
-def test_state_that_lives_in_memory_does_not_reach_the_drives(request, tmp_path, is_copied):
-    if is_copied:
-        request.getfixturevalue("host_homes_are_copied")
+def test_state_that_lives_in_memory_does_not_reach_the_drives(tmp_path, is_copied):
     config = StreamConfig(
         directories=(tmp_path,), bucket_size=12 * 8192, hbm_budget=12 * 2**14, host_budget=2**30
     )

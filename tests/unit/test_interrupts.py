@@ -16,6 +16,9 @@ from gds_optimizer.snapshot_read import verify
 from gds_optimizer.telemetry import PassClock
 from tests.support.engines import SIZES, grads_of, leftovers, streamed
 from tests.support.snapshots import (
+    BUDGETS,
+    LOTS,
+    MIX,
     StreamedOptimizer,
     built,
     compare,
@@ -27,9 +30,6 @@ from tests.support.snapshots import (
     train,
 )
 
-LOTS = 2**30
-MIX = (50_001, 60_001)
-BUDGETS = {"drive": (0, 0), "device": (LOTS, 0), "host": (0, LOTS), "mix": MIX}
 all_budgets = pytest.mark.parametrize("budgets", BUDGETS.values(), ids=list(BUDGETS))
 
 
@@ -67,7 +67,7 @@ def test_files_that_were_just_made(
                 if what == "saving":
                     assert leftovers(root(tmp_path)) == before
             else:  # no file is needed
-                assert (what, budgets) == ("saving", BUDGETS["drive"])
+                assert (what, budgets) == ("saving", BUDGETS["none"])
         state_dict(optimizer.engine)
         take(optimizer, tmp_path / "another")
         compare(wanted, everything(optimizer))

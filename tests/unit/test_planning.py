@@ -63,14 +63,11 @@ def test_a_run_takes_what_is_planned(tmp_path, numel, dtype, rounding):
         runtime.close_engine(engine)
 
 
-@pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize("main", ["fp32", "remainder"])
 @pytest.mark.parametrize(
     "budgets", [(2**30, 0), (0, 2**30), (110_000, 0), (0, 110_000), (110_000, 60_000), (9, 9)]
 )
-def test_a_run_with_budgets_takes_what_is_planned(request, tmp_path, budgets, main, is_copied):
-    if is_copied:
-        request.getfixturevalue("host_homes_are_copied")
+def test_a_run_with_budgets_takes_what_is_planned(tmp_path, budgets, main, is_copied):
     hbm_budget, host_budget = budgets
     config = config_of(tmp_path, hbm_budget=hbm_budget, host_budget=host_budget, main=main)
     numel, device = 50_001, torch.device("cpu")

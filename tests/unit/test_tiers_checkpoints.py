@@ -27,6 +27,9 @@ from gds_optimizer.snapshot_read import verify
 from gds_optimizer.written_out import lend_device_memory, take_device_memory
 from tests.support.engines import grads_of, in_child, leftovers
 from tests.support.snapshots import (
+    BUDGETS,
+    LOTS,
+    MIX,
     StreamedOptimizer,
     built,
     compare,
@@ -37,10 +40,6 @@ from tests.support.snapshots import (
     train,
 )
 
-LOTS = 2**30
-# Of some twenty buckets of 16 KiB or less: a few of each kind.
-MIX = (50_001, 60_001)
-BUDGETS = {"none": (0, 0), "device": (LOTS, 0), "host": (0, LOTS), "mix": MIX}
 MOMENTS: dict[str, dict[str, str]] = {"fp32": {}, "int8": {"moment_dtype": "int8"}}
 
 

@@ -120,7 +120,6 @@ def oracle(steps: int) -> list[torch.Tensor]:
     return models
 
 
-@pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize(
     ("hbm", "host", "homes"),
     [
@@ -132,7 +131,6 @@ def oracle(steps: int) -> list[torch.Tensor]:
     ],
 )
 def test_engines_share_the_budgets(
-    request: pytest.FixtureRequest,
     tmp_path: Path,
     buffers: Any,
     hbm: int,
@@ -140,8 +138,6 @@ def test_engines_share_the_budgets(
     homes: str,
     is_copied: bool,
 ) -> None:
-    if is_copied:
-        request.getfixturevalue("host_homes_are_copied")
     run = Run(tmp_path, hbm_budget=hbm, host_budget=host)
     assert run.homes == homes
     moving = homes.count("n") + is_copied * homes.count("h")
