@@ -25,7 +25,7 @@ class IoPath(str, Enum):
     GDS_COMPAT = "gds-compat"
     """The same cuFile calls in cuFile's own compatibility mode, through host memory."""
     POSIX = "posix"
-    """KvikIO copies through a pinned bounce buffer and reads and writes with O_DIRECT."""
+    """KvikIO reads and writes pinned host memory with O_DIRECT; copies to and from the device."""
     HOST = "host"
     """Direct I/O between host memory and the drive; for machines without a GPU."""
 

@@ -30,6 +30,7 @@ import torch
 
 from gds_optimizer.errors import IoPathError
 from gds_optimizer.io.base import IoPath
+from gds_optimizer.io.staging import Staging
 from gds_optimizer.io.tasks import (
     Outcome,
     Task,
@@ -229,12 +230,20 @@ class CuFileFile(TaskFile):
         self._cufile = cufile
         self._kvikio = backend.kvikio
         self._is_host = backend.device.type == "cpu"
+        self._staging = backend.staging
+        self._queue = os.fstat(self.fileno()).st_dev if backend.queue_per_drive else None
 
     def start_task(self, operation: str, buffer: torch.Tensor, file_offset: int) -> Task:
         # KvikIO asks these again at every request, and they are anybody's to change.
         _set_kvikio(self._kvikio, auto_direct_io_read=True, auto_direct_io_write=True)
         nbytes = buffer.numel()
         start = self._cufile.pread if operation == "read" else self._cufile.pwrite
+        if self._staging is not None:
+
+            def move(part: torch.Tensor) -> int:
+                return int(start(part.numpy(), nbytes, file_offset, nbytes).get())
+
+            return self._staging.start(self._queue, operation, buffer, move)
         # One request, one KvikIO task: the last of several would hold a thread of the pool until
         # the others have ended, and a failure would not say how much has been moved.
         if self._is_host:
@@ -253,8 +262,8 @@ class CuFileFile(TaskFile):
 class CuFileBackend(TaskBackend):
     """`IoPath.GDS`, `IoPath.GDS_COMPAT` and `IoPath.POSIX`, by KvikIO.
 
-    In POSIX mode with device buffers KvikIO pins up to `threads * task_size_bytes` bytes of host
-    memory for bounce buffers.
+    In POSIX mode buffers on a device go through up to `threads * task_size_bytes` bytes of pinned
+    host memory, for each queue.
 
     Args:
         io_path: one of the three. Which of `GDS` and `GDS_COMPAT` it is, is decided by cuFile's
@@ -294,6 +303,10 @@ class CuFileBackend(TaskBackend):
             task_size_bytes=task_size_bytes,
         )
         self._uses_cufile = io_path is not IoPath.POSIX
+        self.queue_per_drive = queue_per_drive
+        self.staging: Staging | None = None
+        if not self._uses_cufile and self.device.type == "cuda":
+            self.staging = Staging(self.device, threads=threads, chunk_bytes=task_size_bytes)
         if io_path is IoPath.GDS:
             _forbid_cufile_fallback()
             _check_no_cufile_fallback()
@@ -302,7 +315,7 @@ class CuFileBackend(TaskBackend):
             self.kvikio,
             num_threads=threads,
             task_size=task_size_bytes,
-            # A smaller bounce buffer would cut every task again, a larger one pin more memory.
+            # Of what cuFile does not take; a smaller one would cut every task again.
             bounce_buffer_size=task_size_bytes,
             # Below the threshold KvikIO leaves cuFile and its threads aside.
             gds_threshold=0,
@@ -401,6 +414,8 @@ class CuFileBackend(TaskBackend):
 
     def release(self) -> None:
         self._monitor.stop()
+        if self.staging is not None:
+            self.staging.close()
 
 
 def _check_device_type(io_path: IoPath, device: torch.device) -> None:

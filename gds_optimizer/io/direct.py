@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 from gds_optimizer.io.base import PAGE_BYTES, IoPath
 from gds_optimizer.io.tasks import Outcome, Task, TaskBackend, TaskFile, open_direct
+from gds_optimizer.io.threads import ThreadPools, ThreadTask
 
 
 def allocate_host_buffer(nbytes: int) -> torch.Tensor:
@@ -71,34 +71,18 @@ def _move(fd: int, operation: str, view: memoryview, file_offset: int) -> Outcom
     return Outcome(moved)
 
 
-class _ThreadTask:
-    """A call that a pool's thread makes."""
-
-    def __init__(self, future: futures.Future[Outcome]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def sleep(self, limit_s: float | None) -> None:
-        futures.wait([self._future], limit_s)
-
-    def outcome(self) -> Outcome:
-        return self._future.result()
-
-
 class DirectFile(TaskFile):
     """A file open with O_DIRECT; made by `DirectBackend.open`."""
 
     def __init__(self, path: Path, backend: DirectBackend, fd: int) -> None:
         super().__init__(path, backend)
         self._fd = fd
-        self._executor = backend.executor_of(path, fd)
+        self._executor = backend.pools.of(backend.queue_of(path, fd))
 
     def start_task(self, operation: str, buffer: torch.Tensor, file_offset: int) -> Task:
         array: Any = buffer.numpy()  # NumPy's stubs do not say that it is a buffer
         view = memoryview(array)
-        return _ThreadTask(self._executor.submit(_move, self._fd, operation, view, file_offset))
+        return ThreadTask(self._executor.submit(_move, self._fd, operation, view, file_offset))
 
     def fileno(self) -> int:
         """The O_DIRECT descriptor; -1 once the file is closed."""
@@ -131,19 +115,11 @@ class DirectBackend(TaskBackend):
         super().__init__(
             IoPath.HOST, torch.device("cpu"), threads=threads, task_size_bytes=task_size_bytes
         )
-        self._executors: dict[object, futures.ThreadPoolExecutor] = {}
+        self.pools = ThreadPools(threads)
 
     def queue_of(self, path: Path, fd: int) -> object:
         """What a file shares its threads with: files of which this is equal."""
         return os.fstat(fd).st_dev
-
-    def executor_of(self, path: Path, fd: int) -> futures.ThreadPoolExecutor:
-        """The threads that serve a file; they start when they are needed."""
-        key = self.queue_of(path, fd)
-        with self._lock:
-            if key not in self._executors:
-                self._executors[key] = futures.ThreadPoolExecutor(self.threads, "gds-optimizer-io")
-            return self._executors[key]
 
     def open_file(self, path: Path) -> DirectFile:
         return DirectFile(path, self, open_direct(path))
@@ -153,5 +129,4 @@ class DirectBackend(TaskBackend):
         return {f"host.{operation}": count for operation, count in self.moved_bytes.items()}
 
     def release(self) -> None:
-        for executor in self._executors.values():
-            executor.shutdown()
+        self.pools.shutdown()

@@ -13,7 +13,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,7 @@ class HostBuffer:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._pid = os.getpid()
-        self._unpin: Any = None
+        self._unpin: weakref.finalize[[], HostBuffer] | None = None
         try:
             memory = anonymous_memory(nbytes)
             memory.madvise(mmap.MADV_DONTFORK)
@@ -71,23 +70,25 @@ class HostBuffer:
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
         _living.add(self)
         if device.type == "cuda":
-            self._unpin = _pin(self.tensor, device)
+            # Also where nobody closes it: pages that are unmapped while they are pinned keep
+            # whatever is mapped there next from being pinned.
+            self._unpin = weakref.finalize(self, _pin(self.tensor, device))
+            self._unpin.atexit = False  # copies may be in flight, and the process ends anyway
         else:
             self.tensor.zero_()  # a page that was never touched is not there yet
 
     @property
     def is_pinned(self) -> bool:
-        return self._unpin is not None
+        return self._unpin is not None and self._unpin.alive
 
     def close(self) -> None:
         """Give the memory back; no copy may be in flight. May be called again."""
-        unpin, self._unpin = self._unpin, None
         self.tensor = torch.empty(0, dtype=torch.uint8)
-        if unpin is not None and os.getpid() == self._pid:
-            unpin()
+        if self._unpin is not None:
+            self._unpin()
 
 
-def _pin(tensor: torch.Tensor, device: torch.device) -> Any:
+def _pin(tensor: torch.Tensor, device: torch.device) -> Callable[[], None]:
     """Lock the pages of a tensor in memory; what undoes it, and keeps the memory until then."""
     # CuPy's call, not torch's: it clears the error of a failed call, which torch's next kernel
     # launch would take for its own.
@@ -95,7 +96,7 @@ def _pin(tensor: torch.Tensor, device: torch.device) -> Any:
         import cupy
     except ImportError as error:
         raise MemoryError(f"pinning host memory needs cupy ({error})") from error
-    runtime, pointer = cupy.cuda.runtime, tensor.data_ptr()
+    runtime, pointer, owner = cupy.cuda.runtime, tensor.data_ptr(), os.getpid()
     try:
         with cupy.cuda.Device(device.index):
             runtime.hostRegister(pointer, tensor.numel(), 0)
@@ -103,6 +104,8 @@ def _pin(tensor: torch.Tensor, device: torch.device) -> Any:
         raise MemoryError(f"{tensor.numel()} bytes cannot be pinned: {error}") from error
 
     def unpin(kept: torch.Tensor = tensor) -> None:
+        if os.getpid() != owner:
+            return  # a forked child has neither the pages nor a right to its parent's device
         with cupy.cuda.Device(device.index), contextlib.suppress(runtime.CUDARuntimeError):
             runtime.hostUnregister(kept.data_ptr())
 

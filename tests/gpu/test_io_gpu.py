@@ -7,6 +7,8 @@ import torch
 
 from gds_optimizer.errors import IoPathError
 from gds_optimizer.io import PAGE_BYTES, CuFileBackend, IoPath, make_backend
+from gds_optimizer.io.memory import HostBuffer
+from gds_optimizer.tuning_measure import opened
 from tests.support import io_backends
 from tests.support.io_conformance import MIB, IoConformance, noise, put
 
@@ -77,6 +79,28 @@ def test_a_read_is_visible_to_every_stream(tmp_path):
         stream.synchronize()
         assert torch.equal(copied.cpu(), noise(32 * MIB, seed))
     backend.close()
+
+
+def test_backends_with_requests_of_different_sizes_take_turns(tmp_path):
+    path = io_backends.create_file(tmp_path / "bucket.bin", 64 * MIB)
+    for size in (16, 8, 16, 4, 16):
+        backend = io_backends.make("posix-cuda", threads=32, task_size_bytes=size * MIB)
+        buffer = put(io_backends.allocate(backend.device, 64 * MIB), noise(64 * MIB, size))
+        with opened(backend, path) as file:
+            file.write(buffer, 0).wait()
+            put(buffer, torch.zeros(64 * MIB, dtype=torch.uint8))
+            file.read(buffer, 0).wait()
+        assert torch.equal(buffer.cpu(), noise(64 * MIB, size))
+        backend.close()
+
+
+def test_pinned_memory_that_nobody_closes_is_given_back():
+    """Its addresses serve others, which must be able to pin them."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for _ in range(20):
+        buffer = HostBuffer(16 * MIB, device)
+        assert buffer.is_pinned
+        del buffer
 
 
 @pytest.mark.usefixtures("cufile")

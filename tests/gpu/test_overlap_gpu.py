@@ -9,6 +9,7 @@ import torch
 
 from tests.support import io_backends
 from tests.support.engines import StreamedOptimizer, adamw, first_values
+from tests.support.io_conformance import noise, put
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -22,13 +23,37 @@ def in_flight_bytes(run: StreamedOptimizer) -> int:
     return sum(transfer.nbytes for transfer in transfers if not transfer.done())
 
 
+def millisecond() -> int:
+    """Its clock cycles."""
+    return int(torch.cuda.get_device_properties(0).clock_rate)  # kHz
+
+
 def keep_busy(seconds: float) -> None:
     """Kernels of a millisecond on the default stream for so long, queued as a model's are."""
-    cycles = torch.cuda.get_device_properties(0).clock_rate  # kHz: cycles in a millisecond
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(millisecond())
     torch.cuda.synchronize()
+
+
+def test_a_long_kernel_holds_up_no_write(tmp_path):
+    """As a forward pass in a CUDA graph is: the tail of a step is written while it runs."""
+    backend = io_backends.make("posix-cuda", threads=16, task_size_bytes=16 * MIB)
+    file = backend.open(io_backends.create_file(tmp_path / "bucket.bin", BUCKET_BYTES))
+    buffer = put(io_backends.allocate(backend.device, BUCKET_BYTES), noise(BUCKET_BYTES))
+    try:
+        for start in (file.write, file.read):
+            start(buffer, 0).wait()  # threads start, memory is pinned
+        torch.cuda._sleep(20_000 * millisecond())
+        ended = torch.cuda.Event()
+        ended.record()
+        for start in (file.write, file.read):
+            start(buffer, 0).wait()
+        assert not ended.query()
+        torch.cuda.synchronize()
+        assert torch.equal(buffer.cpu(), noise(BUCKET_BYTES))
+    finally:
+        backend.close()
 
 
 def test_what_fits_the_slots_is_moved_between_steps(tmp_path, capsys):
