@@ -82,15 +82,15 @@ def test_a_read_is_visible_to_every_stream(tmp_path):
 
 
 def test_backends_with_requests_of_different_sizes_take_turns(tmp_path):
-    path = io_backends.create_file(tmp_path / "bucket.bin", 64 * MIB)
+    path = io_backends.create_file(tmp_path / "bucket.bin", 32 * MIB)
     for size in (16, 8, 16, 4, 16):
         backend = io_backends.make("posix-cuda", threads=32, task_size_bytes=size * MIB)
-        buffer = put(io_backends.allocate(backend.device, 64 * MIB), noise(64 * MIB, size))
+        buffer = put(io_backends.allocate(backend.device, 32 * MIB), noise(32 * MIB, size))
         with opened(backend, path) as file:
             file.write(buffer, 0).wait()
-            put(buffer, torch.zeros(64 * MIB, dtype=torch.uint8))
+            put(buffer, torch.zeros(32 * MIB, dtype=torch.uint8))
             file.read(buffer, 0).wait()
-        assert torch.equal(buffer.cpu(), noise(64 * MIB, size))
+        assert torch.equal(buffer.cpu(), noise(32 * MIB, size))
         backend.close()
 
 

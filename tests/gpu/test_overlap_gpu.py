@@ -39,8 +39,8 @@ def keep_busy(seconds: float) -> None:
 def test_a_long_kernel_holds_up_no_write(tmp_path):
     """As a forward pass in a CUDA graph is: the tail of a step is written while it runs."""
     backend = io_backends.make("posix-cuda", threads=16, task_size_bytes=16 * MIB)
-    file = backend.open(io_backends.create_file(tmp_path / "bucket.bin", BUCKET_BYTES))
-    buffer = put(io_backends.allocate(backend.device, BUCKET_BYTES), noise(BUCKET_BYTES))
+    file = backend.open(io_backends.create_file(tmp_path / "bucket.bin", 32 * MIB))
+    buffer = put(io_backends.allocate(backend.device, 32 * MIB), noise(32 * MIB))
     try:
         for start in (file.write, file.read):
             start(buffer, 0).wait()  # threads start, memory is pinned
@@ -51,7 +51,7 @@ def test_a_long_kernel_holds_up_no_write(tmp_path):
             start(buffer, 0).wait()
         assert not ended.query()
         torch.cuda.synchronize()
-        assert torch.equal(buffer.cpu(), noise(BUCKET_BYTES))
+        assert torch.equal(buffer.cpu(), noise(32 * MIB))
     finally:
         backend.close()
 
