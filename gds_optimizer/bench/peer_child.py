@@ -286,8 +286,10 @@ def main(argv: list[str] | None = None) -> int:
         import traceback
 
         traceback.print_exc()
-        reason = str(error).strip().splitlines() or ["no message"]
-        found = {"missing": f"failed: {type(error).__name__}: {reason[0]}"}
+        # An assertion has no message often, but always a place.
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        said = str(error).strip().splitlines() or [f"{last.line} ({last.filename}:{last.lineno})"]
+        found = {"missing": f"failed: {type(error).__name__}: {said[0]}"}
     result = Path(task.result)
     partial = result.with_suffix(".part")
     partial.write_text(json.dumps(found))

@@ -241,7 +241,8 @@ def _deepspeed(device: str, params: Tensors, grads: Tensors, setting: Setting) -
         "optimizer": {"type": "AdamW", "params": HYPER_PARAMETERS},
     }
     if device == "nvme":
-        offload |= {"nvme_path": str(setting.directory), "buffer_count": 4}
+        # For four states of each of three groups: one is read, one stepped, one written.
+        offload |= {"nvme_path": str(setting.directory), "buffer_count": 12}
         offload |= {"pipeline_read": True, "pipeline_write": True}
         config["aio"] = {
             "block_size": 8 * 2**20,

@@ -231,7 +231,7 @@ class CuFileFile(TaskFile):
         self._kvikio = backend.kvikio
         self._is_host = backend.device.type == "cpu"
         self._staging = backend.staging
-        self._queue = os.fstat(self.fileno()).st_dev if backend.queue_per_drive else None
+        self._queue = backend.queue_of(self.fileno())
 
     def start_task(self, operation: str, buffer: torch.Tensor, file_offset: int) -> Task:
         # KvikIO asks these again at every request, and they are anybody's to change.
@@ -303,10 +303,10 @@ class CuFileBackend(TaskBackend):
             task_size_bytes=task_size_bytes,
         )
         self._uses_cufile = io_path is not IoPath.POSIX
-        self.queue_per_drive = queue_per_drive
+        self._queue_per_drive = queue_per_drive
         self.staging: Staging | None = None
         if not self._uses_cufile and self.device.type == "cuda":
-            self.staging = Staging(self.device, threads=threads, chunk_bytes=task_size_bytes)
+            self.staging = Staging(self.device, threads=threads, piece_bytes=task_size_bytes)
         if io_path is IoPath.GDS:
             _forbid_cufile_fallback()
             _check_no_cufile_fallback()
@@ -338,8 +338,23 @@ class CuFileBackend(TaskBackend):
             finally:
                 _set_kvikio(self.kvikio, **previous)
 
+    def queue_of(self, fd: int) -> object:
+        """What a file shares its threads with: files of which this is equal."""
+        return os.fstat(fd).st_dev if self._queue_per_drive else None
+
     def open_file(self, path: Path) -> CuFileFile:
-        os.close(open_direct(path))  # what the system refuses, it says better than KvikIO
+        fd = open_direct(path)  # what the system refuses, it says better than KvikIO
+        try:
+            if self.staging is not None:
+                self.staging.prepare(self.queue_of(fd))
+        except MemoryError as error:
+            raise IoPathError(
+                f"the I/O path {self.io_path} takes {self.threads} times {self.task_size_bytes} "
+                f"bytes of pinned host memory, which are not to be had: {error}; use fewer or "
+                "smaller requests (--stream-optimizer-state-io-threads, -io-task-size)"
+            ) from error
+        finally:
+            os.close(fd)
         try:
             with self._compat_mode():
                 cufile = self.kvikio.CuFile(path, "r+")

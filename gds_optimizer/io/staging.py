@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -18,83 +19,116 @@ from gds_optimizer.io.memory import CopyStreams, HostBuffer
 from gds_optimizer.io.tasks import Outcome, Task
 from gds_optimizer.io.threads import ThreadPools, ThreadTask
 
+Move = Callable[[torch.Tensor], int]
+"""Moves bytes of host memory and says how many; may raise OSError, RuntimeError or ValueError."""
+
+
+class _Piece(NamedTuple):
+    """Host memory that one request at a time goes through, and the event of its copies."""
+
+    memory: HostBuffer
+    copied: torch.cuda.Event | None
+
 
 class Staging:
-    """Threads, each with a piece of host memory that one request at a time goes through.
+    """Threads that serve requests for device memory through host memory.
 
     Args:
         device: of the buffers that are copied from and to.
         threads: for each queue.
-        chunk_bytes: most bytes of one request, a multiple of 4096. A thread takes so much memory
-            with its first request and keeps it.
+        piece_bytes: most bytes of one request, a multiple of 4096.
     """
 
-    def __init__(self, device: torch.device, *, threads: int, chunk_bytes: int) -> None:
+    def __init__(self, device: torch.device, *, threads: int, piece_bytes: int) -> None:
         self._device = device
-        self._chunk_bytes = chunk_bytes
+        self._piece_bytes = piece_bytes
         self._pools = ThreadPools(threads)
         # Of its own: they wait for no kernel, and kernels do not wait for them.
         self._streams = CopyStreams(device)
-        self._local = threading.local()
-        self._memory: list[HostBuffer] = []
+        self._lock = threading.Lock()
+        self._pieces: dict[object, list[_Piece]] = {}  # of each queue, those that nobody uses
 
-    def start(
-        self,
-        queue: object,
-        operation: str,
-        buffer: torch.Tensor,
-        move: Callable[[torch.Tensor], int],
-    ) -> Task:
+    def prepare(self, queue: object) -> None:
+        """Take the memory of a queue, unless it is there: as much as its threads can use.
+
+        Raises:
+            MemoryError: it is not to be had, or cannot be pinned; nothing of it is kept.
+        """
+        with self._lock:
+            if queue in self._pieces:
+                return
+            pieces: list[_Piece] = []
+            try:
+                pieces.extend(self._new_piece() for _ in range(self._pools.threads))
+            except MemoryError:
+                _close(pieces)
+                raise
+            self._pieces[queue] = pieces
+
+    def _new_piece(self) -> _Piece:
+        memory = HostBuffer(self._piece_bytes, self._device)
+        # Threads sleep until a copy is done: there are many of them.
+        return _Piece(memory, torch.cuda.Event(blocking=True) if self._streams.to_host else None)
+
+    def start(self, queue: object, operation: str, buffer: torch.Tensor, move: Move) -> Task:
         """Start one request.
 
         Args:
-            queue: whose threads serve it.
+            queue: whose threads serve it; it was prepared.
             operation: "read" or "write".
-            buffer: 1-D uint8, on the device; no kernel may be about to write it.
-            move: gets as many bytes of host memory, which it fills or writes, and says how many it
-                moved. It is called in a thread and may raise OSError, RuntimeError or ValueError.
+            buffer: 1-D uint8 on the device, of `piece_bytes` at most; no kernel may be about to
+                write it.
+            move: called in a thread, with as many bytes of host memory.
         """
-        return ThreadTask(self._pools.of(queue).submit(self._carry, operation, buffer, move))
+        pieces = self._pieces[queue]
+        pool = self._pools.of(queue)
+        return ThreadTask(pool.submit(self._carry, pieces, operation, buffer, move))
 
     def _carry(
-        self, operation: str, buffer: torch.Tensor, move: Callable[[torch.Tensor], int]
+        self, pieces: list[_Piece], operation: str, buffer: torch.Tensor, move: Move
     ) -> Outcome:
+        piece = pieces.pop()  # there are as many as threads
+        part = piece.memory.tensor[: buffer.numel()]
         try:
-            part = self._own_memory()[: buffer.numel()]
+            if self._streams.to_device is not None:
+                # KvikIO asks the driver whose memory it gets, for which a thread that has done
+                # nothing yet may have no context; any call gives it one.
+                self._streams.to_device.query()
             if operation == "write":
-                self._copy(part, buffer, self._streams.to_host)
+                self._copy(part, buffer, self._streams.to_host, piece.copied)
             moved = move(part)
             if operation == "read":
-                self._copy(buffer, part, self._streams.to_device)
+                self._copy(buffer, part, self._streams.to_device, piece.copied)
         except (OSError, RuntimeError, MemoryError, ValueError) as error:
             return Outcome(0, str(error))
+        finally:
+            pieces.append(piece)
         return Outcome(moved)
 
-    def _own_memory(self) -> torch.Tensor:
-        """This thread's, 1-D uint8 on the CPU."""
-        if not hasattr(self._local, "memory"):
-            buffer = HostBuffer(self._chunk_bytes, self._device)
-            self._memory.append(buffer)
-            self._local.memory = buffer.tensor
-        memory: torch.Tensor = self._local.memory
-        return memory
-
     def _copy(
-        self, target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        stream: torch.cuda.Stream | None,
+        copied: torch.cuda.Event | None,
     ) -> None:
         """Copy on a stream, and wait for it and for what other threads have put there before."""
-        if stream is None:
+        if stream is None or copied is None:
             target.copy_(source)
             return
-        copied = torch.cuda.Event(blocking=True)  # sleep meanwhile: there are many such threads
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             copied.record(stream)
         copied.synchronize()
 
     def close(self) -> None:
-        """End the threads and give their memory back; nothing may be in flight."""
+        """End the threads and give the memory back; nothing may be in flight."""
         self._pools.shutdown()
-        self._local = threading.local()
-        while self._memory:
-            self._memory.pop().close()
+        for pieces in self._pieces.values():
+            _close(pieces)
+        self._pieces.clear()
+
+
+def _close(pieces: list[_Piece]) -> None:
+    while pieces:
+        pieces.pop().memory.close()

@@ -32,7 +32,7 @@ class ThreadPools:
     """
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads
+        self.threads = threads
         self._lock = threading.Lock()
         self._pools: dict[object, futures.ThreadPoolExecutor] = {}
 
@@ -40,7 +40,7 @@ class ThreadPools:
         """The pool of a queue: of whatever is equal to `queue`."""
         with self._lock:
             if queue not in self._pools:
-                self._pools[queue] = futures.ThreadPoolExecutor(self._threads, "gds-optimizer-io")
+                self._pools[queue] = futures.ThreadPoolExecutor(self.threads, "gds-optimizer-io")
             return self._pools[queue]
 
     def shutdown(self) -> None:

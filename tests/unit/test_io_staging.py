@@ -8,20 +8,23 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from gds_optimizer.io.memory import HostBuffer
 from gds_optimizer.io.staging import Staging
 
-CHUNK_BYTES = 8192
+PIECE_BYTES = 8192
 
 
 @pytest.fixture
 def staging():
-    made = Staging(torch.device("cpu"), threads=2, chunk_bytes=CHUNK_BYTES)
+    made = Staging(torch.device("cpu"), threads=2, piece_bytes=PIECE_BYTES)
+    for queue in ("drive", "slow", "fast"):
+        made.prepare(queue)
     yield made
     made.close()
 
 
 def buffer_of(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.uint8).repeat(CHUNK_BYTES // len(values))
+    return torch.tensor(values, dtype=torch.uint8).repeat(PIECE_BYTES // len(values))
 
 
 def ended(task):
@@ -42,14 +45,14 @@ def test_bytes_go_both_ways(staging):
         return part.numel()
 
     source, target = buffer_of(1, 2, 3, 4), buffer_of(0)
-    assert ended(staging.start("drive", "write", source, write)) == (CHUNK_BYTES, None)
+    assert ended(staging.start("drive", "write", source, write)) == (PIECE_BYTES, None)
     assert ended(staging.start("drive", "read", target[:4096], read)) == (4096, None)
     assert torch.equal(target[:4096], source[:4096])
     assert not target[4096:].any()
 
 
 def test_what_a_request_gets_is_not_the_buffer(staging):
-    """It is the thread's own memory, page-aligned, and the same one every time."""
+    """It is page-aligned host memory, as much as there are threads."""
     seen = set()
 
     def move(part: torch.Tensor) -> int:
@@ -73,11 +76,26 @@ def test_a_failure_is_told(staging, error):
     assert ended(staging.start("drive", "read", buffer_of(0), move)) == (0, "no disk")
 
 
-def test_memory_that_is_not_to_be_had_is_told():
-    staging = Staging(torch.device("cpu"), threads=1, chunk_bytes=2**56)
-    moved, failure = ended(staging.start("drive", "read", buffer_of(0), torch.Tensor.numel))
-    assert moved == 0
-    assert f"{2**56} bytes of host memory" in failure
+def test_memory_that_is_not_to_be_had_is_refused_at_once():
+    staging = Staging(torch.device("cpu"), threads=1, piece_bytes=2**56)
+    with pytest.raises(MemoryError, match=f"{2**56} bytes of host memory"):
+        staging.prepare("drive")
+    staging.close()
+
+
+def test_memory_is_taken_once(monkeypatch):
+    taken = []
+
+    class Counted(HostBuffer):
+        def __init__(self, nbytes: int, device: torch.device) -> None:
+            super().__init__(nbytes, device)
+            taken.append(nbytes)
+
+    monkeypatch.setattr("gds_optimizer.io.staging.HostBuffer", Counted)
+    staging = Staging(torch.device("cpu"), threads=3, piece_bytes=PIECE_BYTES)
+    for queue in ("a", "b", "a"):
+        staging.prepare(queue)
+    assert taken == [PIECE_BYTES] * 6
     staging.close()
 
 
@@ -90,10 +108,10 @@ def test_a_slow_queue_holds_up_no_other(staging):
 
     slow = [staging.start("slow", "write", buffer_of(1), wait) for _ in range(5)]
     fast = staging.start("fast", "write", buffer_of(1), torch.Tensor.numel)
-    assert ended(fast) == (CHUNK_BYTES, None)
+    assert ended(fast) == (PIECE_BYTES, None)
     assert not any(task.done() for task in slow)
     is_free.set()
-    assert [ended(task) for task in slow] == [(CHUNK_BYTES, None)] * 5
+    assert [ended(task) for task in slow] == [(PIECE_BYTES, None)] * 5
 
 
 def test_requests_of_several_threads(staging):
@@ -114,7 +132,8 @@ def test_requests_of_several_threads(staging):
 
 
 def test_it_ends_with_its_threads():
-    staging = Staging(torch.device("cpu"), threads=3, chunk_bytes=CHUNK_BYTES)
+    staging = Staging(torch.device("cpu"), threads=3, piece_bytes=PIECE_BYTES)
+    staging.prepare("drive")
     before = threading.active_count()
     for task in [
         staging.start("drive", "write", buffer_of(1), torch.Tensor.numel) for _ in range(9)
