@@ -125,6 +125,7 @@ class IoBackend(ABC):
 
         Raises:
             IoError: the file cannot be opened for direct I/O.
+            IoPathError: the host memory that the path takes for files there is not to be had.
         """
 
     def register(self, buffer: torch.Tensor) -> None:  # noqa: B027 - optional by design

@@ -234,22 +234,24 @@ class CuFileFile(TaskFile):
         self._queue = backend.queue_of(self.fileno())
 
     def start_task(self, operation: str, buffer: torch.Tensor, file_offset: int) -> Task:
-        # KvikIO asks these again at every request, and they are anybody's to change.
-        _set_kvikio(self._kvikio, auto_direct_io_read=True, auto_direct_io_write=True)
         nbytes = buffer.numel()
-        start = self._cufile.pread if operation == "read" else self._cufile.pwrite
+        begin = self._cufile.pread if operation == "read" else self._cufile.pwrite
+
+        def start(memory: Any) -> Any:
+            # KvikIO asks these again at every request, and they are anybody's to change.
+            _set_kvikio(self._kvikio, auto_direct_io_read=True, auto_direct_io_write=True)
+            # One request, one KvikIO task: the last of several would hold a thread of the pool
+            # until the others have ended, and a failure would not say how much has been moved.
+            return begin(memory, nbytes, file_offset, nbytes)
+
         if self._staging is not None:
-
-            def move(part: torch.Tensor) -> int:
-                return int(start(part.numpy(), nbytes, file_offset, nbytes).get())
-
-            return self._staging.start(self._queue, operation, buffer, move)
-        # One request, one KvikIO task: the last of several would hold a thread of the pool until
-        # the others have ended, and a failure would not say how much has been moved.
+            return self._staging.start(
+                self._queue, operation, buffer, lambda part: int(start(part.numpy()).get())
+            )
         if self._is_host:
-            return _FutureTask(start(buffer.numpy(), nbytes, file_offset, nbytes))
+            return _FutureTask(start(buffer.numpy()))
         with torch.cuda.device(buffer.device):
-            return _FutureTask(start(buffer, nbytes, file_offset, nbytes))
+            return _FutureTask(start(buffer))
 
     def fileno(self) -> int:
         """The descriptor without O_DIRECT; -1 once the file is closed."""
@@ -263,7 +265,7 @@ class CuFileBackend(TaskBackend):
     """`IoPath.GDS`, `IoPath.GDS_COMPAT` and `IoPath.POSIX`, by KvikIO.
 
     In POSIX mode buffers on a device go through up to `threads * task_size_bytes` bytes of pinned
-    host memory, for each queue.
+    host memory, with `queue_per_drive` for each file system.
 
     Args:
         io_path: one of the three. Which of `GDS` and `GDS_COMPAT` it is, is decided by cuFile's
@@ -428,9 +430,11 @@ class CuFileBackend(TaskBackend):
         return {f"{way}.total": count for way, count in totals.items()}
 
     def release(self) -> None:
-        self._monitor.stop()
-        if self.staging is not None:
-            self.staging.close()
+        try:
+            self._monitor.stop()
+        finally:
+            if self.staging is not None:
+                self.staging.close()
 
 
 def _check_device_type(io_path: IoPath, device: torch.device) -> None:

@@ -5,12 +5,16 @@ that waits for whatever is queued on the default stream, so what is written behi
 for a forward pass that is one long kernel. Its pages are small ones, of which some drives move less
 at a time. And it registers its memory anew whenever the size of requests changes, which was seen to
 fail: once two parts of a process had used different sizes, so did a transfer of the second.
+
+At its end the interpreter joins these threads before anything else, however long that takes, and
+takes no new requests.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -46,7 +50,7 @@ class Staging:
         # Of its own: they wait for no kernel, and kernels do not wait for them.
         self._streams = CopyStreams(device)
         self._lock = threading.Lock()
-        self._pieces: dict[object, list[_Piece]] = {}  # of each queue, those that nobody uses
+        self._pieces: dict[object, SimpleQueue[_Piece]] = {}  # of each queue, those nobody uses
 
     def prepare(self, queue: object) -> None:
         """Take the memory of a queue, unless it is there: as much as its threads can use.
@@ -57,18 +61,21 @@ class Staging:
         with self._lock:
             if queue in self._pieces:
                 return
-            pieces: list[_Piece] = []
+            pieces: SimpleQueue[_Piece] = SimpleQueue()
             try:
-                pieces.extend(self._new_piece() for _ in range(self._pools.threads))
+                for _ in range(self._pools.threads):
+                    pieces.put(self._new_piece())
             except MemoryError:
                 _close(pieces)
                 raise
+            self._pools.of(queue)
             self._pieces[queue] = pieces
 
     def _new_piece(self) -> _Piece:
         memory = HostBuffer(self._piece_bytes, self._device)
         # Threads sleep until a copy is done: there are many of them.
-        return _Piece(memory, torch.cuda.Event(blocking=True) if self._streams.to_host else None)
+        is_cuda = self._device.type == "cuda"
+        return _Piece(memory, torch.cuda.Event(blocking=True) if is_cuda else None)
 
     def start(self, queue: object, operation: str, buffer: torch.Tensor, move: Move) -> Task:
         """Start one request.
@@ -85,25 +92,33 @@ class Staging:
         return ThreadTask(pool.submit(self._carry, pieces, operation, buffer, move))
 
     def _carry(
-        self, pieces: list[_Piece], operation: str, buffer: torch.Tensor, move: Move
+        self, pieces: SimpleQueue[_Piece], operation: str, buffer: torch.Tensor, move: Move
     ) -> Outcome:
-        piece = pieces.pop()  # there are as many as threads
+        piece = pieces.get()
         part = piece.memory.tensor[: buffer.numel()]
         try:
-            if self._streams.to_device is not None:
-                # KvikIO asks the driver whose memory it gets, for which a thread that has done
-                # nothing yet may have no context; any call gives it one.
-                self._streams.to_device.query()
+            self._enter_device()
             if operation == "write":
                 self._copy(part, buffer, self._streams.to_host, piece.copied)
             moved = move(part)
             if operation == "read":
-                self._copy(buffer, part, self._streams.to_device, piece.copied)
+                self._copy(buffer[:moved], part[:moved], self._streams.to_device, piece.copied)
         except (OSError, RuntimeError, MemoryError, ValueError) as error:
             return Outcome(0, str(error))
         finally:
-            pieces.append(piece)
+            pieces.put(piece)
         return Outcome(moved)
+
+    def _enter_device(self) -> None:
+        """Make the device this thread's.
+
+        Else torch, on leaving a stream, goes back to the first device, where no rank but one has
+        anything to do. And KvikIO asks the driver whose memory it gets, for which a thread that has
+        done nothing yet may have no context; any call gives it one.
+        """
+        if self._streams.to_device is not None:
+            torch.cuda.set_device(self._device)
+            self._streams.to_device.query()
 
     def _copy(
         self,
@@ -113,12 +128,13 @@ class Staging:
         copied: torch.cuda.Event | None,
     ) -> None:
         """Copy on a stream, and wait for it and for what other threads have put there before."""
-        if stream is None or copied is None:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            copied.record(stream)
+        with torch.inference_mode():  # the buffer may have been made in it
+            if stream is None or copied is None:
+                target.copy_(source)
+                return
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+                copied.record(stream)
         copied.synchronize()
 
     def close(self) -> None:
@@ -129,6 +145,6 @@ class Staging:
         self._pieces.clear()
 
 
-def _close(pieces: list[_Piece]) -> None:
-    while pieces:
-        pieces.pop().memory.close()
+def _close(pieces: SimpleQueue[_Piece]) -> None:
+    while not pieces.empty():
+        pieces.get_nowait().memory.close()

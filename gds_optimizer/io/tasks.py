@@ -326,6 +326,7 @@ class TaskBackend(IoBackend):
 
         Raises:
             IoError: it cannot be opened for direct I/O.
+            IoPathError: the host memory that the path takes for files there is not to be had.
         """
 
     @abstractmethod

@@ -25,7 +25,9 @@ class ThreadTask:
 
 
 class ThreadPools:
-    """A pool of threads for each queue; they start when they are needed.
+    """A pool of threads for each queue, which start with it.
+
+    Not with the first requests: an interrupt while a thread starts would lose the request.
 
     Args:
         threads: of each pool.
@@ -40,10 +42,22 @@ class ThreadPools:
         """The pool of a queue: of whatever is equal to `queue`."""
         with self._lock:
             if queue not in self._pools:
-                self._pools[queue] = futures.ThreadPoolExecutor(self.threads, "gds-optimizer-io")
+                pool = futures.ThreadPoolExecutor(self.threads, "gds-optimizer-io")
+                _start_all(pool, self.threads)
+                self._pools[queue] = pool
             return self._pools[queue]
 
     def shutdown(self) -> None:
         """Return once all threads have ended; nothing may be in flight."""
         for pool in self._pools.values():
             pool.shutdown()
+
+
+def _start_all(pool: futures.ThreadPoolExecutor, count: int) -> None:
+    barrier = threading.Barrier(count)
+    try:
+        for started in [pool.submit(barrier.wait) for _ in range(count)]:
+            started.result()
+    except BaseException:
+        barrier.abort()  # no thread may be left waiting for the others
+        raise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from gds_optimizer.errors import IoPathError
 from gds_optimizer.io import PAGE_BYTES, CuFileBackend, IoPath, make_backend
 from gds_optimizer.io.memory import HostBuffer
 from gds_optimizer.tuning_measure import opened
+from tests.conftest import REPOSITORY
 from tests.support import io_backends
 from tests.support.io_conformance import MIB, IoConformance, noise, put
 
@@ -63,6 +67,28 @@ def test_every_device_is_served_whatever_the_current_one(tmp_path):
         assert torch.equal(buffer.cpu(), noise(4 * MIB))
         assert torch.cuda.current_device() == 0
         backend.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_threads_stay_off_the_first_device(tmp_path):
+    """Every rank's threads would take memory of it."""
+    program = (
+        "import pathlib, sys, torch\n"
+        "from gds_optimizer.io import IoPath, make_backend\n"
+        "from tests.support import io_backends\n"
+        "torch.cuda.set_device(1)\n"
+        "device = torch.device('cuda', 1)\n"
+        "backend = make_backend(IoPath.POSIX, device=device, threads=4, task_size_bytes=2**20)\n"
+        "path = io_backends.create_file(pathlib.Path(sys.argv[1]), 2**23)\n"
+        "file, buffer = backend.open(path), io_backends.allocate(device, 2**23)\n"
+        "file.write(buffer, 0).wait()\n"
+        "file.read(buffer, 0).wait()\n"
+        "backend.close()\n"
+        "assert not torch._C._cuda_hasPrimaryContext(0)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "bucket.bin")]
+    done = subprocess.run(command, check=False, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_read_is_visible_to_every_stream(tmp_path):

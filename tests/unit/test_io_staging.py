@@ -68,6 +68,30 @@ def test_what_a_request_gets_is_not_the_buffer(staging):
     assert all(address % 4096 == 0 for address in seen)
 
 
+def test_a_short_read_leaves_the_rest_as_it_was(staging):
+    def move(part: torch.Tensor) -> int:
+        part.fill_(3)
+        return 4096
+
+    target = buffer_of(7)
+    assert ended(staging.start("drive", "read", target, move)) == (4096, None)
+    assert target[:4096].eq(3).all()
+    assert target[4096:].eq(7).all()
+
+
+def test_buffers_of_inference_mode(staging):
+    with torch.inference_mode():
+        buffer = buffer_of(1, 2)
+
+    def read(part: torch.Tensor) -> int:
+        part.fill_(8)
+        return part.numel()
+
+    assert ended(staging.start("drive", "write", buffer, torch.Tensor.numel)) == (PIECE_BYTES, None)
+    assert ended(staging.start("drive", "read", buffer, read)) == (PIECE_BYTES, None)
+    assert buffer.eq(8).all()
+
+
 @pytest.mark.parametrize("error", [OSError("no disk"), RuntimeError("no disk")])
 def test_a_failure_is_told(staging, error):
     def move(part: torch.Tensor) -> int:
@@ -133,13 +157,14 @@ def test_requests_of_several_threads(staging):
 
 def test_it_ends_with_its_threads():
     staging = Staging(torch.device("cpu"), threads=3, piece_bytes=PIECE_BYTES)
-    staging.prepare("drive")
     before = threading.active_count()
+    staging.prepare("drive")
+    assert threading.active_count() == before + 3
     for task in [
         staging.start("drive", "write", buffer_of(1), torch.Tensor.numel) for _ in range(9)
     ]:
         ended(task)
-    assert threading.active_count() > before
+    assert threading.active_count() == before + 3
     staging.close()
     assert threading.active_count() == before
     staging.close()
