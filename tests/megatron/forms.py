@@ -28,13 +28,20 @@ def checkpoint(source: str, kind: str) -> Checkpoint:
     return Checkpoint(name=f"{source.replace('/', '-')}-{kind}", format=kind)
 
 
-def add(name: str, form: Mapping[str, Any], *actions: object, **options: Any) -> None:
+def add(
+    name: str,
+    form: Mapping[str, Any],
+    *actions: object,
+    slow: bool = False,
+    **options: Any,
+) -> None:
     """A training with actions after step `SAVED`.
 
     Args:
         name: of the run.
         form: settings of `StreamConfig`.
         actions: see `Run`.
+        slow: see `Plan.add`.
         options: of `TinyGptConfig`; "inner_optimizer" among them.
     """
     run = Run(
@@ -43,7 +50,7 @@ def add(name: str, form: Mapping[str, Any], *actions: object, **options: Any) ->
         stream_options=form,
         actions={SAVED: actions} if actions else {},
     )
-    PLAN.add(name, 1, run)
+    PLAN.add(name, 1, run, slow=slow)
 
 
 def add_saving(name: str, form: Mapping[str, Any], **options: Any) -> None:

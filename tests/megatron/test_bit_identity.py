@@ -2,8 +2,9 @@
 
 Every case trains twice in the same processes, resident and streamed, in buckets so small that
 every parameter larger than a bucket is split, for 20 steps with --slow. Without it one case of each
-kind makes as many, the others, in which a difference would show in the first few, 8. All of it is
-done with main parameters stored in fp32 and as remainders; most of the latter is for --slow.
+kind makes as many, the others, in which a difference would show in the first few, 8, and each of
+the two versions of Megatron under test has every second case, and those that are for both. All of
+it is done with main parameters stored in fp32 and as remainders; most of the latter is for --slow.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
-from tests.megatron import MEGATRON_PATH
-from tests.megatron.harness import run_ranks
+from tests.megatron import MEGATRON_PATH, has_turn, marks_of
+from tests.megatron.forking import run_forked_ranks
 from tests.megatron.streaming import SMALL_BUCKET_BYTES, Comparison, Streaming, compare_all
 
 pytestmark = pytest.mark.megatron
@@ -124,7 +125,9 @@ TWO_RANKS: dict[str, tuple[TinyGptConfig, Streaming]] = {
     "pp_tied": (gpt(pipeline_parallel=2, tied_embeddings=True), DEFAULT),
 }
 CASES = [(1, name) for name in ONE_RANK] + [(2, name) for name in TWO_RANKS]
-# With mains as remainders: these always.
+# Without --slow these with every version.
+ALWAYS = {(1, "basic"), (1, "fp16_skip"), (2, "dp"), (2, "pp_tied")}
+# With mains as remainders: these always, and without --slow some of them.
 REMAINDERS = {
     (1, "fused_step_convention"),
     (1, "mixed_dtype_moe"),
@@ -137,8 +140,27 @@ REMAINDERS = {
     (2, "tp_bf16_gradients"),
     (2, "pp_tied"),
 }
+QUICK_REMAINDERS = {
+    (1, "fp16_skip"),
+    (1, "lazy_bf16_gradients_moe"),
+    (2, "dp_mixed_homes"),
+    (2, "pp_tied"),
+}
 ARE_ALL_WANTED = bool(os.environ.get("GDS_OPTIMIZER_TEST_ALL"))
 FP32, REMAINDER, REMAINDER_REST = "fp32", "remainder", "remainder_rest"
+
+
+def is_slow(case: tuple[int, str], group: str) -> bool:
+    if group == FP32:
+        return not (case in ALWAYS or has_turn(CASES.index(case)))
+    return case not in QUICK_REMAINDERS or bool(MEGATRON_PATH)
+
+
+def param(case: tuple[int, str], group: str) -> Any:
+    size, name = case
+    suffix = "" if group == FP32 else "-remainder"
+    marks = marks_of(is_slow(case, group))
+    return pytest.param((size, name, group), id=f"{size}-{name}{suffix}", marks=marks)
 
 
 def runs(group: str) -> list[Any]:
@@ -148,13 +170,7 @@ def runs(group: str) -> list[Any]:
         REMAINDER: [case for case in CASES if case in REMAINDERS],
         REMAINDER_REST: [case for case in CASES if case not in REMAINDERS and ARE_ALL_WANTED],
     }[group]
-    is_slow = group == REMAINDER_REST or (group == REMAINDER and MEGATRON_PATH)
-    marks = [pytest.mark.slow] if is_slow else []
-    suffix = "" if group == FP32 else "-remainder"
-    return [
-        pytest.param((size, name, group), id=f"{size}-{name}{suffix}", marks=marks)
-        for size, name in chosen
-    ]
+    return [param(case, group) for case in chosen]
 
 
 ALL = runs(FP32) + runs(REMAINDER) + runs(REMAINDER_REST)
@@ -181,9 +197,10 @@ class Comparisons:
                     replace(streaming, main=main),
                 )
                 for other, (config, streaming) in {1: ONE_RANK, 2: TWO_RANKS}[world_size].items()
-                if (world_size, other, group) in {param.values[0] for param in runs(group)}
+                if (world_size, other, group) in {each.values[0] for each in runs(group)}
+                and (self._is_slow or not is_slow((world_size, other), group))
             }
-            self._ranks[world_size, group] = run_ranks(
+            self._ranks[world_size, group] = run_forked_ranks(
                 world_size, compare_all, cases, directory, timeout_s=600
             )
         return [rank[name] for rank in self._ranks[world_size, group]]
@@ -224,10 +241,13 @@ def test_buckets_live_everywhere(comparisons, case):
         assert comparison.homes == {"device", "host", "nvme"}
 
 
-@pytest.mark.parametrize("name", ["one_large_bucket", "one_large_bucket_bf16_gradients"])
-def test_neighbours_are_stepped_as_one(comparisons, name):
+@pytest.mark.parametrize(
+    "case",
+    [param((1, name), FP32) for name in ("one_large_bucket", "one_large_bucket_bf16_gradients")],
+)
+def test_neighbours_are_stepped_as_one(comparisons, case):
     """Shards of one group that follow each other in the gradient buffer, in fp32 or not."""
-    (comparison,) = comparisons[1, name, FP32]
+    (comparison,) = comparisons[case]
     assert 0 < comparison.stepped_tensors <= comparison.pieces * 2 // 3
 
 
@@ -239,11 +259,13 @@ def test_closing_leaves_nothing_on_disk(comparisons, case):
 @pytest.mark.parametrize(
     ("case", "skipped"),
     [
-        ((1, "fp16_skip", FP32), SKIPPED),
-        ((2, "dp_fp16_skip", FP32), SKIPPED),
-        ((1, "skip_the_first", FP32), 0),
+        pytest.param(*each.values, skipped, id=name, marks=each.marks)
+        for each, skipped, name in (
+            (param((1, "fp16_skip"), FP32), SKIPPED, "one"),
+            (param((2, "dp_fp16_skip"), FP32), SKIPPED, "two"),
+            (param((1, "skip_the_first"), FP32), 0, "first"),
+        )
     ],
-    ids=["one", "two", "first"],
 )
 def test_the_skipped_step_was_skipped(comparisons, case, skipped):
     for comparison in comparisons[case]:

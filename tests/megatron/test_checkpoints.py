@@ -1,7 +1,8 @@
 """N + M steps equal N, save, load in a new process, M: bit for bit, in each of Megatron's formats.
 
 Streamed and resident runs load each other's checkpoints. Pairs with a resident side use the fused
-Adam's stand-in: resuming with torch's AdamW is broken in Megatron itself.
+Adam's stand-in: resuming with torch's AdamW is broken in Megatron itself. Without --slow each of
+the two versions of Megatron under test has every second combination of a pair, a format and a step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig
+from tests.megatron import has_turn, marks_of
 from tests.megatron.checkpointing import (
     BUCKET_SHAPED,
     GATHERED,
@@ -150,13 +152,14 @@ def add_setup(name: str, setup: Setup) -> list[Any]:
         slow=setup.slow,
     )
     found = []
-    for source, target in setup.pairs:
-        for kind in setup.formats:
+    for pair_place, (source, target) in enumerate(setup.pairs):
+        for place, kind in enumerate(setup.formats):
             # Resident runs cannot save before they have made a step.
             at_zero = source == "streamed" and (target == "streamed" or setup.world_size == 1)
             for step in (0, SAVED) if at_zero else (SAVED,):
                 init = "lazy" if kind == BUCKET_SHAPED else "eager"
                 streaming = Streaming(init=init, bucket_size=BUCKET_BYTES, **setup.budgets)
+                is_slow = setup.slow or not has_turn(pair_place, place, int(step == SAVED))
                 run = PLAN.add(
                     f"{name}/{source}-{target}/{kind}/{step}",
                     setup.world_size,
@@ -165,10 +168,9 @@ def add_setup(name: str, setup: Setup) -> list[Any]:
                         streaming=streaming if target == "streamed" else None,
                         actions={step: (Load(checkpoint(source, step, kind)), Look())},
                     ),
-                    slow=setup.slow,
+                    slow=is_slow,
                 )
-                marks = [pytest.mark.slow] if setup.slow else []
-                found.append(pytest.param(name, run, step, id=run, marks=marks))
+                found.append(pytest.param(name, run, step, id=run, marks=marks_of(is_slow)))
     return found
 
 
@@ -303,7 +305,12 @@ def _error_of(function: Any, *args: Any) -> str:
 
 
 def add_misc(
-    name: str, actions: dict[int, tuple[Any, ...]], *, plain: bool = False, **options: Any
+    name: str,
+    actions: dict[int, tuple[Any, ...]],
+    *,
+    plain: bool = False,
+    slow: bool = False,
+    **options: Any,
 ) -> str:
     return PLAN.add(
         f"misc/{name}",
@@ -313,6 +320,7 @@ def add_misc(
             streaming=None if plain else MISC_STREAMING,
             actions=actions,
         ),
+        slow=slow,
     )
 
 
@@ -332,10 +340,12 @@ STEPPED = {
 AGAIN = [
     Checkpoint(name=f"again-{kind}", format=kind) for kind in (MODEL_SHAPED, BUCKET_SHAPED, LEGACY)
 ]
-for each in (SAVED_BUCKETS, SAVED_MODEL):
+MISUSED = [(each, not has_turn(place)) for place, each in enumerate((SAVED_BUCKETS, SAVED_MODEL))]
+for each, is_slow in MISUSED:
     add_misc(
         f"misused_{each.format}",
         {SAVED: (Misused(each), Load(each))},
+        slow=is_slow,
         first_step=SAVED - 2,
     )
 add_misc(
@@ -343,8 +353,9 @@ add_misc(
     {SAVED: (Load(SAVED_MODEL), *map(Save, AGAIN))},
     first_step=SAVED - 1,
 )
-for each in AGAIN:
-    add_misc(f"loaded_again_{each.format}", {SAVED: (Load(each),)}, first_step=SAVED)
+LOADED_AGAIN = [(each, not has_turn(place)) for place, each in enumerate(AGAIN)]
+for each, is_slow in LOADED_AGAIN:
+    add_misc(f"loaded_again_{each.format}", {SAVED: (Load(each),)}, slow=is_slow, first_step=SAVED)
 add_misc("elsewhere", {1: (LoadedFromElsewhere(SAVED_MODEL),)}, steps=2)
 OTHER_WEIGHTS = {"seed": 7, "first_step": SAVED - 2}
 WEIGHTS = (LoadWeights(SAVED_MODEL),)
@@ -365,18 +376,28 @@ SCHEDULED = {
     for side in ("plain", "streamed")
     for kind in (BUCKET_SHAPED, MODEL_SHAPED)
 }
+RESCHEDULED = [
+    (saver, loader, kind, not has_turn(*places))
+    for *places, saver, loader, kind in (
+        (place, kind_place, *pair, kind)
+        for place, pair in enumerate(
+            (("streamed", "streamed"), ("plain", "streamed"), ("streamed", "plain"))
+        )
+        for kind_place, kind in enumerate((BUCKET_SHAPED, MODEL_SHAPED))
+    )
+]
 for side in ("plain", "streamed"):
     actions = [SaveScheduled(each) for (saver, _), each in SCHEDULED.items() if saver == side]
     add_misc(f"scheduled_{side}", {2: tuple(actions)}, plain=side == "plain", steps=2)
-    for (saver, kind), each in SCHEDULED.items():
-        if "streamed" in (saver, side):
-            add_misc(
-                f"rescheduled_{saver}_{side}_{kind}",
-                {2: (LoadScheduled(each),)},
-                plain=side == "plain",
-                first_step=2,
-                steps=2,
-            )
+for saver, loader, kind, is_slow in RESCHEDULED:
+    add_misc(
+        f"rescheduled_{saver}_{loader}_{kind}",
+        {2: (LoadScheduled(SCHEDULED[saver, kind]),)},
+        plain=loader == "plain",
+        slow=is_slow,
+        first_step=2,
+        steps=2,
+    )
 
 RESUMED = [param for name, setup in SETUPS.items() for param in add_setup(name, setup)]
 
@@ -408,10 +429,7 @@ def test_state_after_loading_is_that_of_saving(results, setup, run):
 
 @pytest.mark.parametrize(
     "setup",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if setup.slow else [])
-        for name, setup in SETUPS.items()
-    ],
+    [pytest.param(name, marks=marks_of(setup.slow)) for name, setup in SETUPS.items()],
 )
 def test_saving_changes_nothing(results, setup):
     """Before the first step and later, several formats in a row: training goes on as without."""
@@ -435,7 +453,10 @@ def test_loading_replaces_the_state_of_a_run_that_has_stepped(results, run):
     compare_resumed(whole, resumed, SAVED)
 
 
-@pytest.mark.parametrize("kind", [BUCKET_SHAPED, MODEL_SHAPED])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(each.format, marks=marks_of(is_slow)) for each, is_slow in MISUSED],
+)
 def test_a_failed_load_must_be_repeated(results, kind):
     (whole,), (resumed,) = results("misc/plain"), results(f"misc/misused_{kind}")
     assert resumed.notes["damaged"]
@@ -453,7 +474,10 @@ def test_saving_right_after_loading(results):
     compare_resumed(whole, resumed, SAVED)
 
 
-@pytest.mark.parametrize("kind", [each.format for each in AGAIN])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(each.format, marks=marks_of(is_slow)) for each, is_slow in LOADED_AGAIN],
+)
 def test_what_was_saved_right_after_loading(results, kind):
     (whole,), (resumed,) = results("misc/plain"), results(f"misc/loaded_again_{kind}")
     compare_resumed(whole, resumed)
@@ -477,9 +501,9 @@ def test_a_save_after_loading_weights_has_the_new_mains(results):
     compare_resumed(plain, resumed)
 
 
-@pytest.mark.parametrize("kind", [BUCKET_SHAPED, MODEL_SHAPED])
 @pytest.mark.parametrize(
-    ("saver", "loader"), [("streamed", "streamed"), ("plain", "streamed"), ("streamed", "plain")]
+    ("saver", "loader", "kind"),
+    [pytest.param(*names, marks=marks_of(is_slow)) for *names, is_slow in RESCHEDULED],
 )
 def test_the_scheduler_goes_on(results, saver, loader, kind):
     (saved,) = results(f"misc/scheduled_{saver}")

@@ -1,7 +1,8 @@
 """Streaming seen from Megatron: reloading, materialising, attaching, moving away, and failing.
 
 All scenarios of one world size run one after another in the same processes, each with a training
-of its own. A scenario raises where something is wrong.
+of its own. A scenario raises where something is wrong. Without --slow each of the two versions of
+Megatron under test has every second one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ from gds_optimizer.megatron.shards import (
     param_names,
 )
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig, TrainingRecord, run_training
-from tests.megatron.harness import compare_records, compare_states, run_ranks
+from tests.megatron import has_turn, marks_of
+from tests.megatron.forking import run_forked_ranks
+from tests.megatron.harness import compare_records, compare_states
 from tests.megatron.kept_groups import groups_kept
 from tests.megatron.streaming import SMALL_BUCKET_BYTES
 from tests.support.engines import leftovers, open_files, same_bits
@@ -894,6 +897,8 @@ TWO_RANKS: list[Callable[[Path], None]] = [
 ]
 CASES = [(1, each.__name__) for each in ONE_RANK] + [(2, each.__name__) for each in TWO_RANKS]
 
+QUICK = {case for place, case in enumerate(CASES) if has_turn(place)}
+
 
 def run_scenarios(names: list[str], directory: str) -> dict[str, str]:
     """On a rank: each scenario in turn, and what it said where it failed."""
@@ -917,18 +922,27 @@ def run_scenarios(names: list[str], directory: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], list[str]]:
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> dict[tuple[int, str], list[str]]:
+    wanted = [case for case in CASES if case in QUICK or pytestconfig.getoption("slow")]
     found = {}
     for world_size in (1, 2):
-        names = [name for size, name in CASES if size == world_size]
+        names = [name for size, name in wanted if size == world_size]
         directory = str(tmp_path_factory.mktemp(f"scenarios{world_size}"))
-        ranks = run_ranks(world_size, run_scenarios, names, directory, timeout_s=600)
+        ranks = run_forked_ranks(world_size, run_scenarios, names, directory, timeout_s=600)
         for name in names:
             found[world_size, name] = [rank[name] for rank in ranks]
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{size}-{name}" for size, name in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id="{}-{}".format(*case), marks=marks_of(case not in QUICK))
+        for case in CASES
+    ],
+)
 def test_scenario(outcomes, case):
     for outcome in outcomes[case]:
         assert not outcome, outcome

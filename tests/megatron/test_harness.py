@@ -78,6 +78,19 @@ TWO_RANKS = {
     "pp_tied": TinyGptConfig(pipeline_parallel=2, tied_embeddings=True),
 }
 CASES = [(1, name) for name in ONE_RANK] + [(2, name) for name in TWO_RANKS]
+# Without --slow these, with the installed version of Megatron.
+QUICK = {
+    (1, "basic"),
+    (1, "mixed_dtype_moe"),
+    (1, "no_clipping"),
+    (1, "schedule"),
+    (1, "fp16_skip"),
+    (1, "all_frozen"),
+    (2, "dp_overlap"),
+    (2, "dp_one_small_param"),
+    (2, "ep"),
+    (2, "pp_tied"),
+}
 
 
 @dataclass
@@ -199,7 +212,11 @@ def outcomes(pytestconfig: pytest.Config) -> dict[tuple[int, str], list[Outcome]
     if MEGATRON_PATH and not pytestconfig.getoption("slow"):
         pytest.skip("slow: give --slow")  # the instrument is tried with the installed version
     found = {}
-    for world_size, configs in ((1, ONE_RANK), (2, TWO_RANKS)):
+    is_slow = pytestconfig.getoption("slow")
+    for world_size, every in ((1, ONE_RANK), (2, TWO_RANKS)):
+        configs = {
+            name: config for name, config in every.items() if is_slow or (world_size, name) in QUICK
+        }
         ranks = run_ranks(world_size, train_twice, configs)
         for name in configs:
             found[world_size, name] = [rank[name] for rank in ranks]
@@ -210,6 +227,8 @@ def outcomes(pytestconfig: pytest.Config) -> dict[tuple[int, str], list[Outcome]
 def runs(outcomes: Any, request: pytest.FixtureRequest) -> list[Run]:
     """The first run of the case, by rank."""
     case = getattr(request, "param", None) or request.node.callspec.params["case"]
+    if case not in outcomes:
+        pytest.skip("slow: give --slow")
     errors = [outcome.error for outcome in outcomes[case] if outcome.error]
     assert not errors, errors[0]
     return [outcome.runs[0] for outcome in outcomes[case]]
@@ -248,7 +267,7 @@ def test_no_patched_attribute_is_left_behind(outcomes, runs, case):
 def test_trainings_do_not_pile_up_process_groups(outcomes, world_size):
     """Each of a training's groups keeps threads and sockets, some fifty of both."""
     threads = [ranks[0].threads for (size, _), ranks in outcomes.items() if size == world_size]
-    assert len(threads) > 10
+    assert len(threads) > 3
     assert threads[-1] < threads[0] + 10
 
 
@@ -434,6 +453,9 @@ def test_the_megatron_under_test_is_used(outcomes):
 
 # ---------------------------------------------------------------- running ranks
 
+# Which megatron-core ranks import makes no difference to how they are run.
+slow_with_another_megatron = pytest.mark.slow if MEGATRON_PATH else pytest.mark.megatron
+
 
 def fail_on_rank(rank: int) -> None:
     if int(os.environ["RANK"]) == rank:
@@ -457,20 +479,24 @@ def who_am_i(*args: Any) -> tuple[Any, ...]:
     return group.get_rank(), group.get_world_size(), torch.get_num_threads(), args
 
 
+@slow_with_another_megatron
 def test_run_ranks_returns_results_by_rank():
     assert run_ranks(2, who_am_i, "a", 1) == [(0, 2, 1, ("a", 1)), (1, 2, 1, ("a", 1))]
 
 
+@slow_with_another_megatron
 def test_a_failing_rank_is_reported_with_its_traceback():
     with pytest.raises(RankError, match=r"(?s)fail_on_rank: rank 1 of 2 .*told to fail on 1"):
         run_ranks(2, fail_on_rank, 1)
 
 
+@slow_with_another_megatron
 def test_a_dying_rank_is_reported_with_its_output():
     with pytest.raises(RankError, match=r"(?s)rank 0 of 1 ended with status 3.*famous last words"):
         run_ranks(1, die, 3)
 
 
+@slow_with_another_megatron
 def test_a_hanging_rank_is_killed(tmp_path):
     with pytest.raises(RankError, match="did not finish in"):
         run_ranks(1, sleep_for_ever, tmp_path, timeout_s=4.0)

@@ -18,7 +18,7 @@ from gds_optimizer.megatron.optimizer import is_streamed
 from gds_optimizer.megatron.refusals import refuse_unsupported
 from gds_optimizer.megatron.shards import distributed_optimizers
 from gds_optimizer.megatron.tiny_gpt import TinyGptConfig, run_training
-from tests.megatron.harness import run_ranks
+from tests.megatron.forking import run_forked_ranks
 from tests.megatron.streaming import SMALL_BUCKET_BYTES
 from tests.support.engines import leftovers
 
@@ -232,7 +232,7 @@ def run_refused(directory: str) -> dict[str, str]:
 
 
 def test_refusals_at_construction(tmp_path):
-    (messages,) = run_ranks(1, run_refused, str(tmp_path))
+    (messages,) = run_forked_ranks(1, run_refused, str(tmp_path))
     flags = {**OPTIMIZER_FLAGS, **DDP_FLAGS}
     assert {key for key in messages if key.startswith("attach")} == {
         f"attach {name}" for name in flags
