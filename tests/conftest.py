@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,11 @@ def pytest_configure(config: pytest.Config) -> None:
         # A machine under load is no reason to fail.
         hypothesis.settings.register_profile("no deadline", deadline=None, print_blob=True)
         hypothesis.settings.load_profile("no deadline")
+    config.addinivalue_line(
+        "markers",
+        "thinned(every=2, first=0): of all combinations of the test's parameters only every so "
+        "many-th runs without --slow, each entry of each parameter among them",
+    )
     # One thread, here and in child processes: ranks share the cores of small CI machines.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -96,11 +103,42 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
 }
 
 
+def is_thinned_out(item: pytest.Item) -> bool:
+    """Whether the test's marker leaves this combination of its parameters to --slow."""
+    marker, callspec = item.get_closest_marker("thinned"), getattr(item, "callspec", None)
+    if marker is None or callspec is None:
+        return False
+    of_fixtures = set(callspec.params)
+    place = 0
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
+        of_fixtures -= set(names)
+        given = [callspec.params[name] for name in names]
+        place += next(
+            index
+            for index, entry in enumerate(mark.args[1])
+            if all(map(operator.is_, _values_of(entry, len(names)), given))
+        )
+    place += sum(callspec.indices[name] for name in of_fixtures)
+    every, first = marker.kwargs.get("every", 2), marker.kwargs.get("first", 0)
+    return bool((place - first) % every)
+
+
+def _values_of(entry: Any, count: int) -> Sequence[Any]:
+    """Values of so many arguments in an entry of what a test's parameters were given as."""
+    if isinstance(entry, type(pytest.param())):
+        return entry.values
+    return [entry] if count == 1 else entry
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     lacking = {marker: reason for marker, (is_met, reason) in NEEDS.items() if not is_met()}
     if not config.getoption("slow"):
         lacking["slow"] = "slow: give --slow"
     for item in items:
+        if is_thinned_out(item):
+            item.add_marker(pytest.mark.slow)
         for marker, reason in lacking.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -111,6 +111,7 @@ def test_ending_without_close_leaves_nothing(tmp_path, kind, programs, five_step
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.thinned
 def test_exiting_without_close_leaves_nothing_and_keeps_the_status(
     tmp_path, kind, programs, five_steps
 ):
@@ -121,6 +122,7 @@ def test_exiting_without_close_leaves_nothing_and_keeps_the_status(
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.thinned
 def test_an_unhandled_exception_leaves_nothing(tmp_path, kind, programs):
     status, _, errors = programs.run("raise", kind, tmp_path)
     assert status == 1
@@ -129,6 +131,7 @@ def test_an_unhandled_exception_leaves_nothing(tmp_path, kind, programs):
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.thinned(first=1)
 def test_a_failed_step_that_ends_the_process_leaves_nothing(tmp_path, kind, programs):
     status, _, errors = programs.run("exit-after-failure", kind, tmp_path)
     assert status == 1
@@ -136,6 +139,7 @@ def test_a_failed_step_that_ends_the_process_leaves_nothing(tmp_path, kind, prog
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.thinned(first=1)
 def test_forked_children_are_refused_and_end_quietly(tmp_path, kind, programs, five_steps):
     status, lines, errors = programs.run("fork", kind, tmp_path)
     assert (status, errors) == (0, "")

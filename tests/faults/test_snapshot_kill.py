@@ -36,7 +36,7 @@ pytestmark = pytest.mark.faults
 # Two shards that fill half a dozen small buckets, one parameter that is fp32 itself, one empty.
 SIZES = (3000, 100, 0, 2500)
 FIRST, SECOND = 2, 3
-POINTS = {False: 10, True: 20}
+POINTS = {False: 6, True: 20}
 """So many deaths in what makes a snapshot or a copy, evenly spread, without and with --slow; half
 as many in the rest."""
 

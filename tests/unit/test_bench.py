@@ -431,6 +431,7 @@ def test_an_unknown_path_is_a_usage_error(tmp_path):
     assert "'fast'" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named(tmp_path):
     done = run_cli("--dir", str(tmp_path), "--ranks", "2", "--numel", "1e13", "--device", "cpu")
     assert done.returncode == 1

@@ -26,6 +26,7 @@ TIMES = OF_SNAPSHOTS | {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("options", "times"), [([], TIMES), (["--snapshots-only"], OF_SNAPSHOTS)])
 def test_everything_is_timed(tmp_path, options, times):
     (tmp_path / "state").mkdir()

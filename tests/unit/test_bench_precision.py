@@ -50,6 +50,7 @@ def test_fp32_is_what_the_resident_optimizer_gives(tmp_path, text):
     assert losses(tmp_path, "fp32", text) == losses(tmp_path, None, text)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_a_run_repeats_and_differs_where_it_should(tmp_path, text, variant):
     first = losses(tmp_path, variant, text)

@@ -28,6 +28,7 @@ FORMS: list[tuple[dict[str, str], float, str | None]] = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["host", "posix-cpu"])
 @pytest.mark.parametrize(("form", "per_param", "ties"), FORMS, ids=name_of)
 def test_bytes_of_a_step(tmp_path, kind, form, per_param, ties):

@@ -120,6 +120,7 @@ def test_a_new_process(tmp_path, reference):
     compare(reference.end, torch.load(tmp_path / "result", weights_only=False))
 
 
+@pytest.mark.thinned(first=1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(tmp_path, name):
     options: dict[str, Any] = {
@@ -227,9 +228,8 @@ optimizer.close()
 """
 
 
-@pytest.mark.parametrize(
-    ("moments", "share"), [pytest.param("fp32", 8, marks=pytest.mark.slow), ("int8", 3)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("moments", "share"), [("fp32", 8), ("int8", 3)])
 def test_neither_direction_holds_the_state(tmp_path, moments, share):
     """Decoding takes room for parts of a few buckets, however large the state is."""
     path = tmp_path / "saved.pt"

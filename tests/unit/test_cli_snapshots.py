@@ -158,6 +158,7 @@ sys.exit(main.main(["verify", sys.argv[1]]))
 """
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_and_time_left(snapshot, terminal):
     """On a terminal, and in a log."""

@@ -114,6 +114,7 @@ def test_an_interrupt_is_said(capsys):
     assert command.exit_status("program", lambda: 7) == 7
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("descriptor", "given", "status"), [(1, "--numel 1e9", 0), (2, "--numel 1e9 --slots 99", 2)]
 )

@@ -218,6 +218,7 @@ def test_files_do_not_depend_on_slots_or_on_what_was_in_them(tmp_path, moments):
 # ---------------------------------------------------------------------- the step
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("make", "slots", "moments"),
     [(adamw, slots, moments) for slots in (1, 3) for moments in LOSSY]
@@ -374,6 +375,7 @@ def test_what_is_handed_out_is_decoded(tmp_path, moments):
         both.check()
 
 
+@pytest.mark.thinned
 @lossy
 @pytest.mark.parametrize("bucket_size", [BUCKET_BYTES, 5 * BUCKET_BYTES])
 def test_a_state_dict_is_taken_up_to_the_bit(tmp_path, moments, bucket_size):
@@ -441,6 +443,7 @@ def test_no_room_for_decoded_values(tmp_path):
 # ---------------------------------------------------------------------- snapshots
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("make", [adamw, counting_in_groups, momentum])
 @pytest.mark.parametrize("moments", [BF16, BF16_SR, INT8_SR], ids=name_of)
 def test_a_snapshot_is_linked_back(tmp_path, make, moments):

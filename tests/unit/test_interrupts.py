@@ -81,6 +81,7 @@ def _torn(optimizer: StreamedOptimizer, step: int) -> None:
         optimizer.engine.read_state()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("at", ["replace", "open"])
 @pytest.mark.parametrize("budgets", [(0, 0), MIX], ids=["drive", "mix"])
 def test_a_bucket_that_gets_another_file(

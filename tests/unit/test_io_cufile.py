@@ -203,6 +203,7 @@ backend.close()
 """
 
 
+@pytest.mark.thinned(first=1)
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_queue_for_each_drive(kvikio, tmp_path, asked):
     """A block device gets threads of its own when its first file is used, if that was asked for."""

@@ -83,6 +83,7 @@ def measure(directory: str, numel: int) -> dict[str, Any]:
     return run(numel)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's clear_refs")
 def test_a_run_takes_no_more_memory_for_more_parameters(tmp_path: Path) -> None:
     found = []

@@ -173,6 +173,7 @@ def least(each: Trio) -> int:
     return len(each.streamed[0].layout.buckets)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("separate", [False, True], ids=["one-buffer", "separate"])
 @pytest.mark.parametrize("sizes", [SIZES, EVEN], ids=["odd", "even"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

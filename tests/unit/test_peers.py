@@ -196,6 +196,7 @@ build = Streamer
 """
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cap_bytes", [160 * 2**20, 2**30])
 def test_the_cap_holds_the_page_cache_too(tmp_path, cap_bytes):
     with a_cap(f"gds-optimizer-test-{os.getpid()}-b") as cap:

@@ -63,6 +63,7 @@ def test_a_run_takes_what_is_planned(tmp_path, numel, dtype, rounding):
         runtime.close_engine(engine)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("main", ["fp32", "remainder"])
 @pytest.mark.parametrize(
     "budgets", [(2**30, 0), (0, 2**30), (110_000, 0), (0, 110_000), (110_000, 60_000), (9, 9)]

@@ -89,6 +89,7 @@ def state(tmp_path: Path) -> Path:
 # ---------------------------------------------------------------------- bits
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtypes", [MIXED, FP32], ids=["mixed", "fp32"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_twenty_steps_are_those_of_a_resident_optimizer(state, kind, dtypes):

@@ -149,6 +149,7 @@ def test_bytes_of_a_parameter(tmp_path, moments, per_element):
 # ---------------------------------------------------------------------- the step
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("moments", MOMENTS, ids=name_of)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_streamed_equals_resident(tmp_path, kind, moments):
@@ -166,6 +167,7 @@ def test_mains_that_stay_in_the_model(tmp_path, initialize, slots):
         steps(both, 0, 5)
 
 
+@pytest.mark.thinned
 @all_moments
 @pytest.mark.parametrize("kind", ["default", "fused", "momentum"])
 def test_ties_and_special_values(tmp_path, kind, moments):
@@ -308,6 +310,7 @@ def test_state_that_is_there_at_setup(tmp_path, moments):
 PAIRS = [(old, new) for old in MAINS for new in MAINS if REMAINDER in (old, new)]
 
 
+@pytest.mark.thinned
 @all_moments
 @pytest.mark.parametrize(("old", "new"), PAIRS, ids=name_of)
 def test_snapshots_and_state_dictionaries(tmp_path, moments, old, new):

@@ -52,6 +52,7 @@ def test_buckets_are_spread_by_speed(roots, monkeypatch):
             assert 1 <= stretch["b"] <= 3
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (9.0, 1.0, 3.0)])
 def test_the_bits_are_those_of_the_resident_optimizer(roots, monkeypatch, speeds, slots):
@@ -98,6 +99,7 @@ def test_a_slow_drive_is_not_waited_for_while_others_are_ready(roots, monkeypatc
         assert all(on_slow[-half // 2 :])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("bucket_size", [12 * 2**10, 12 * 2**12], ids=["same", "reshard"])
 @pytest.mark.parametrize("speeds", [(1.0, 5.0), (1.0,), (2.0, 1.0, 1.0)], ids=str)
 def test_a_snapshot_goes_into_another_placement(tmp_path, roots, monkeypatch, speeds, bucket_size):

@@ -102,6 +102,7 @@ def source(taken: dict[str, Path]) -> Path:
 # ---------------------------------------------------------------------- what comes out
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_it_is_what_a_run_of_that_form_would_have(taken, tmp_path, before, after):
     source, form = taken[before], ALL_FORMS[after]
@@ -149,6 +150,7 @@ def test_shards_that_move_across_buckets(tmp_path):
     compare({key: wanted[key] for key in mains}, {key: kept[key] for key in mains})
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["fp32", "bf16-sr", "int8-sr"])
 @pytest.mark.parametrize("first", ["fp32", "remainder"])
 def test_mains_there_and_back(tmp_path, name, first):
@@ -501,6 +503,7 @@ def test_a_failure_leaves_what_was_there(source, tmp_path):
     assert [each.name for each in (tmp_path / "new").iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.thinned(every=3, first=1)
 @pytest.mark.faults
 @pytest.mark.parametrize(
     ("before", "after"), [("fp32", "int8"), ("int8", "int8-remainder"), ("fp32-remainder", "int8")]

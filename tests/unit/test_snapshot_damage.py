@@ -93,6 +93,7 @@ def test_nothing_is_found_where_nothing_is(case):
     case.check_whole()
 
 
+@pytest.mark.thinned(every=3)
 @pytest.mark.parametrize("form", [REMAINDER, INT8, BF16 | REMAINDER, INT8 | REMAINDER], ids=name_of)
 def test_a_bit_in_every_page_of_every_file_of_other_forms(tmp_path, form):
     """Encoded planes, remainders and the halves that go with them: verified, and not restored."""

@@ -151,6 +151,7 @@ def test_a_new_process(tmp_path, reference):
         compare(reference.end if number % 2 else reference.taken, each)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(tmp_path, name):
     """With whatever planes and counters they keep, taken in the middle and at the start."""
@@ -287,6 +288,7 @@ def test_two_engines_share_a_snapshot_and_slots(tmp_path):
     backend.close()
 
 
+@pytest.mark.thinned(first=1)
 @pytest.mark.parametrize("parts", [("opt0",), ("opt0", "opt1")], ids=["one", "chain"])
 def test_other_numbers_of_ranks(tmp_path, parts):
     """4 ranks save; 4, 2, 3, 1 and 5 restore, also in other bucket sizes."""
@@ -469,6 +471,7 @@ CHANGES: list[Callable[[StreamedOptimizer], None]] = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("first", CHANGES)
 @pytest.mark.parametrize("origin", ["taken", "restored"])
 def test_linked_files_are_never_written(tmp_path, first, origin):

@@ -50,6 +50,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("budgets", BUDGETS)

@@ -84,6 +84,7 @@ def test_nothing_is_written_where_all_live_in_memory(tmp_path: Path) -> None:
             assert optimizer.engine.last_stats.read_bytes == 0
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("after", BUDGETS)
 @pytest.mark.parametrize("before", BUDGETS)
@@ -162,6 +163,7 @@ def test_room_for_a_snapshot_is_looked_at_first(
         train(optimizer, 2, 3)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("after", BUDGETS)
 @pytest.mark.parametrize("before", BUDGETS)

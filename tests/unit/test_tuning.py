@@ -169,6 +169,7 @@ def longer(monkeypatch):
     monkeypatch.setattr(tuning_measure, "_POINT_S", 0.3)
 
 
+@pytest.mark.thinned
 @pytest.mark.usefixtures("longer")
 @pytest.mark.parametrize("takes_turns", [True, False])
 @pytest.mark.parametrize(("read", "write"), [(1e8, 1e8), (0.7e8, 1e8)])
@@ -794,6 +795,7 @@ def test_a_faster_path_is_what_the_runtime_takes(tmp_path, monkeypatch):
         assert "posix 2.00 GB/s, host 3.00 GB/s" in made.tuning.describe()
 
 
+@pytest.mark.thinned(every=3)
 @pytest.mark.parametrize(
     ("drives", "given", "slots", "size"),
     [
