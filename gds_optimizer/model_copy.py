@@ -14,6 +14,9 @@ import torch
 
 from gds_optimizer.plan import BoundPiece, EnginePlan
 
+_LARGE_NUMEL = 2**20
+"""Elements from which a kernel of its own copies more bytes a second than one for a list."""
+
 
 @dataclass(slots=True, eq=False)
 class _Copies:
@@ -143,6 +146,12 @@ class ModelCopies:
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    small = [at for at, target in enumerate(targets) if target.numel() < _LARGE_NUMEL]
+    if len(small) < len(targets):
+        for target, source in zip(targets, sources, strict=True):
+            if target.numel() >= _LARGE_NUMEL:
+                target.copy_(source)
+        targets, sources = ([held[at] for at in small] for held in (targets, sources))
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     elif targets:
