@@ -138,7 +138,7 @@ def test_a_steady_step_allocates_nothing_and_does_not_wait(tmp_path: Path, budge
         assert both.engine.last_stats.read_bytes == both.engine.last_stats.written_bytes == 0
 
 
-def test_nothing_is_allocated_either_with_a_part_on_nvme(tmp_path: Path) -> None:
+def test_a_steady_step_with_a_part_on_nvme_allocates_nothing_either(tmp_path: Path) -> None:
     with pair(tmp_path, fused, **options("mix")) as both:
         grads = [[g.cuda() for g in grads_of(SIZES, step)] for step in range(2)]
         steps_without_waiting(both, grads, 3)
