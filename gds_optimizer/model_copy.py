@@ -2,7 +2,7 @@
 
 Where parameters are neighbours in one buffer, as their shards are in the bucket, one copy serves
 them all. It never covers elements between two shards: in the parameters' memory those may be
-somebody else's. The rest goes as lists.
+somebody else's. The rest goes as lists, but for large parts, which go one by one.
 """
 
 from __future__ import annotations

@@ -75,11 +75,6 @@ def pytest_configure(config: pytest.Config) -> None:
         # A machine under load is no reason to fail.
         hypothesis.settings.register_profile("no deadline", deadline=None, print_blob=True)
         hypothesis.settings.load_profile("no deadline")
-    config.addinivalue_line(
-        "markers",
-        "thinned(every=2, first=0): of all combinations of the test's parameters only every so "
-        "many-th runs without --slow, each entry of each parameter among them",
-    )
     # One thread, here and in child processes: ranks share the cores of small CI machines.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -264,10 +264,10 @@ def test_no_patched_attribute_is_left_behind(outcomes, runs, case):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_trainings_do_not_pile_up_process_groups(outcomes, world_size):
+def test_trainings_do_not_pile_up_process_groups(outcomes, world_size, pytestconfig):
     """Each of a training's groups keeps threads and sockets, some fifty of both."""
     threads = [ranks[0].threads for (size, _), ranks in outcomes.items() if size == world_size]
-    assert len(threads) > 3
+    assert len(threads) > (10 if pytestconfig.getoption("slow") else 3)
     assert threads[-1] < threads[0] + 10
 
 
